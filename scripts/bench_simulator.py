@@ -202,7 +202,6 @@ def measure(problem: PlanningProblem, options: argparse.Namespace) -> dict[str, 
 
     searched = mcmc(jax.random.key(options.seed), problem, Budget(seconds=options.seconds))
     walked, seconds = searched.history[0][1], searched.search_s
-    begin = time.perf_counter()
     begin, cpu = time.perf_counter(), time.process_time()
 
     def walked_by(c: int) -> int:

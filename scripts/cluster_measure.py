@@ -9,8 +9,6 @@ work, the others should not.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +25,7 @@ from cluster_calibration import measured_operators, measured_topology
 from cluster_fit import Calibrated, Judged, fitted, judged, kept, refitted, strategy_of
 from cluster_table import FITTED, STAGES
 from cluster_timing import Timer, in_rounds, shared
+from paper_tables import write_csv
 
 import soapjax
 import soapjax.distributed
@@ -40,7 +39,6 @@ from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.execute.transfers.arrivals import place
 from soapjax.helpers.csv_files import read_table
-from soapjax.helpers.files import write_text_atomic
 from soapjax.search.problem import PlanningProblem
 from soapjax.steps.sourced_models import concrete_model
 from soapjax.strategy.plan import ModelSource, Plan
@@ -81,11 +79,7 @@ def read_rows(path: str, fields: Sequence[str] = FIELDS) -> list[dict[str, str]]
 
 
 def write_rows(path: str, rows: list[dict[str, Any]], fields: Sequence[str] = FIELDS) -> None:
-    out = io.StringIO()
-    writer = csv.DictWriter(out, fields, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text_atomic(path, out.getvalue())
+    write_csv(Path(path), fields, rows)
 
 
 class Recorder:

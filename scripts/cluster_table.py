@@ -70,18 +70,14 @@ def main() -> int:
         for rate, model in itertools.product(options.rates, options.models):
             if status := measure(options, rate, model):
                 return status
-    try:
-        cases = read(options.output)
-    except SoapjaxError as e:
-        print("\n".join(f"error: {p}" for p in e.problems), file=sys.stderr)
-        return 2
-    if not cases:
-        return nothing_measured(options.output)
+    return reported(options.output, read, lambda cases: report(cases, options.plot))
+
+
+def report(cases: dict[tuple[str, str, str], list[Row]], picture: str) -> None:
     print("\n\n".join(table(case, rows) for case, rows in cases.items()))
     print("\n" + summary(cases))
-    if options.plot:
-        plot(cases, options.plot)
-    return 0
+    if picture:
+        plot(cases, picture)
 
 
 def measure(options: argparse.Namespace, rate: str, model: str) -> int:
@@ -145,11 +141,19 @@ def by_case(path: str, row: type[CsvRow]) -> dict[tuple[str, str, str], list[Any
     return cases
 
 
-def nothing_measured(path: str) -> int:
-    """Says so; the exit status."""
-    expected, remedy = "rows of an earlier run", "measure first: leave out --report"
-    print(f"error: {path}: got nothing; expected {expected}. Remedy: {remedy}.", file=sys.stderr)
-    return 2
+def reported(path: str, read: Callable[[str], dict[Any, Any]], report: Callable[[dict[Any, Any]], None]) -> int:
+    """Reports the cases that are read from a CSV; the exit status."""
+    try:
+        cases = read(path)
+    except SoapjaxError as e:
+        print("\n".join(f"error: {p}" for p in e.problems), file=sys.stderr)
+        return 2
+    if not cases:
+        expected, remedy = "rows of an earlier run", "measure first: leave out --report"
+        print(f"error: {path}: got nothing; expected {expected}. Remedy: {remedy}.", file=sys.stderr)
+        return 2
+    report(cases)
+    return 0
 
 
 def judged(rows: list[Row]) -> list[Row]:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # models/
 
 from megatron_table import planned
-from paper_tables import Rows, guarded, note
+from paper_tables import ROOT, Rows, guarded, note
 
 from models import bert, gnmt, vgg
 from soapjax.graph.passes.build import build_graph
@@ -35,11 +35,8 @@ from soapjax.steps.sourced_models import abstract_model
 from soapjax.strategy.plan import ModelSource
 from soapjax.topology import load_topology
 
-ROOT = Path(__file__).resolve().parent.parent
 GPT3 = dict(size="175B", batch=1536, seq=2048, vocab=51_200, remat=True, dtype="bfloat16")
 LLAMA_70B = dict(layers=80, width=8192, hidden=28672, heads=64, vocab=32_000, seq=2048, batch=1024, dtype="bfloat16", remat=True)
-
-
 EXACT = 8  # of the best points, that are priced on the whole graph
 
 

@@ -27,12 +27,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from paper_tables import PUBLISHED_FILES, Rows, guarded, note
+from paper_tables import PUBLISHED_FILES, ROOT, Rows, guarded, note
 
 from soapjax.helpers.csv_files import Count, CsvRow, read_rows
 from soapjax.helpers.files import write_text_atomic
 
-ROOT = Path(__file__).resolve().parent.parent
 SEQ, VOCAB = 2048, 51_200
 MODEL = "soapjax.models.transformer_lm"
 
@@ -116,23 +115,15 @@ def priced_by_hand(row: Row, options: argparse.Namespace) -> dict[str, Any]:
 
 def by_hand(row: Row, node: str) -> dict[str, Any]:
     """What the simulator says of the published configuration."""
-    import jax
-
     from soapjax.graph.passes.build import build_graph
     from soapjax.graph.trace.tracing import trace
     from soapjax.search.stages.stage_problem import Choice, StageProblem
-    from soapjax.steps.factories import find_factory
+    from soapjax.steps.sourced_models import abstract_model
+    from soapjax.strategy.plan import ModelSource
     from soapjax.topology import load_topology
 
-    made: list[Any] = []
-
-    def arguments() -> tuple[Any, ...]:
-        step, *rest = find_factory(MODEL)(**row.settings)
-        made.append(step)
-        return tuple(rest)
-
-    example = jax.eval_shape(arguments)
-    graph = build_graph(trace(made[0], *example))[0]
+    made = abstract_model(ModelSource(path=MODEL, settings=row.settings))
+    graph = build_graph(trace(made.step, *made.arguments))[0]
     topology = load_topology(node, hosts=row.gpus // 8)
     stages, chunks = row.stages, row.chunks_per_stage
     num = row.batch // row.microbatch // (row.gpus // stages // row.tensor)

@@ -15,16 +15,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "scripts")]
-from foreign import sources  # noqa: E402
-from foreign.registry import Made, all_cases  # noqa: E402
-from paper_tables import BUDGET_COLUMNS, Rows, budget_of, guarded, markdown, note, parser_of  # noqa: E402
+from foreign import sources
+from foreign.registry import Made, all_cases
+from paper_tables import BUDGET_COLUMNS, Rows, budget_of, guarded, markdown, note, parser_of
 
-import soapjax  # noqa: E402
-from soapjax.helpers.files import write_text_atomic  # noqa: E402
-from soapjax.helpers.sizes import size  # noqa: E402
-from soapjax.strategy.plan import Plan  # noqa: E402
+import soapjax
+from soapjax.helpers.files import write_text_atomic
+from soapjax.helpers.sizes import size
+from soapjax.strategy.plan import Plan
 
 CASES = ("flax_vae", "flax_mnist_nnx")
 PLANNERS = ("mcmc", "optcnn", "exhaustive", "pipeline")

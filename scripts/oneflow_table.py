@@ -25,21 +25,17 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 import itertools
 import math
 import os
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from paper_tables import PUBLISHED_FILES, guarded
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # models/
 
-import jax
 import numpy as np
 import pydantic
 from scipy.stats import kendalltau
@@ -54,7 +50,9 @@ from soapjax.helpers.files import write_text_atomic
 from soapjax.planning.profiling import scaled_prediction
 from soapjax.search.experts.baselines import tensor_parallel_strategy
 from soapjax.search.problem import PlanningProblem
+from soapjax.steps.sourced_models import abstract_model
 from soapjax.strategy.configs import Strategy
+from soapjax.strategy.plan import ModelSource
 from soapjax.strategy.space import search_space
 from soapjax.topology import DeviceTopology, factor_mesh, load_topology
 
@@ -100,17 +98,10 @@ def machine(devices: int, tensor: int, platform: str) -> DeviceTopology:
 
 @functools.cache
 def graph_of(batch: int, hidden: int, layers: int):
-    model = importlib.import_module("models.transformer_lm")
     sizes = dict(batch=batch, seq=SEQ, width=hidden, layers=layers, heads=HEADS[hidden], vocab=VOCAB)
-    made = []
-
-    def arguments():
-        step, *rest = model.make(**sizes, scan=True, remat=True, tie=True, dtype="bfloat16", optimizer="adamw")
-        made.append(step)
-        return tuple(rest)
-
-    example = jax.eval_shape(arguments)
-    return build_graph(trace(made[0], *example))[0]
+    how = dict(scan=True, remat=True, tie=True, dtype="bfloat16", optimizer="adamw")
+    made = abstract_model(ModelSource(path="soapjax.models.transformer_lm", settings=sizes | how))
+    return build_graph(trace(made.step, *made.arguments))[0]
 
 
 class Simulated(NamedTuple):

@@ -34,7 +34,9 @@ from soapjax.helpers.files import read_text, write_text_atomic
 from soapjax.search.experts.baselines import replicate_all
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
+from soapjax.steps.sourced_models import abstract_model
 from soapjax.strategy.configs import Strategy
+from soapjax.strategy.plan import ModelSource
 from soapjax.strategy.space import search_space
 from soapjax.topology import DeviceTopology, factor_mesh, load_topology
 
@@ -98,17 +100,10 @@ class Traced(NamedTuple):
 @functools.cache
 def traced(model: str, *, tiny: bool = False) -> Traced:
     """The operator graph of a workload; nothing is allocated."""
-    made = importlib.import_module(f"models.{WORKLOADS[model].module}")
-    steps = []
-
-    def arguments():
-        step, state, batch = made.make(**sizes_of(model, tiny=tiny))
-        steps.append(step)
-        return state, batch
-
-    state, batch = jax.eval_shape(arguments)
-    samples = jax.tree.leaves(batch)[0].shape[0]
-    return Traced(build_graph(trace(steps[0], state, batch))[0], samples)
+    source = ModelSource(path=f"soapjax.models.{WORKLOADS[model].module}", settings=sizes_of(model, tiny=tiny))
+    made = abstract_model(source)
+    samples = jax.tree.leaves(made.arguments[1])[0].shape[0]
+    return Traced(build_graph(trace(made.step, *made.arguments))[0], samples)
 
 
 @functools.cache

@@ -33,6 +33,15 @@ def text(value: Any) -> str:
     return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Rows may lack columns; others than these are left out."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, columns, restval="", extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text_atomic(path, out.getvalue())
+
+
 class Rows:
     """The rows of a CSV file; each is known by its first columns, the arguments that it was computed with."""
 
@@ -63,12 +72,8 @@ class Rows:
             self.rows[at] = made
         self.fresh.add(key)
         columns = list(dict.fromkeys([*self.arguments, *(c for r in self.rows for c in r)]))
-        out = io.StringIO()
-        writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.rows)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_text_atomic(self.path, out.getvalue())
+        write_csv(self.path, columns, self.rows)
         return made
 
     def get(self, arguments: Mapping[str, Any], compute: Callable[[], Mapping[str, Any]]) -> Row:

@@ -19,15 +19,12 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import pydantic
-from cluster_table import APART, FITTED, by_case, nothing_measured, on_hosts, sections
+from cluster_table import APART, FITTED, RESULTS, by_case, on_hosts, reported, sections
 
-from soapjax.errors import SoapjaxError
 from soapjax.helpers.csv_files import CsvRow, Name, Positive
 from soapjax.helpers.files import write_text_atomic
 from soapjax.strategy.plan import ModelSource
 
-FOLDER = Path(__file__).resolve().parent
-RESULTS = FOLDER.parent / "results"
 FIELDS = ("model", "hosts", "rate", "strategy", "kind", "predicted_s", "measured_s", "spread", "steps", "loss")
 ONE_PROGRAM = (*FITTED, "mcmc")
 
@@ -58,12 +55,17 @@ MODELS: dict[str, Model] = {
 CASES = ("alexnet:200mbit", "alexnet:200mbit:4", "mlp:200mbit:4", "alexnet:1gbit", "vgg16:200mbit", "two_towers:200mbit")
 
 
-class Row(NamedTuple):
-    strategy: str
-    kind: str
-    predicted_s: float
-    measured_s: float
-    spread: float
+class Row(CsvRow):
+    """A row of pipeline_cluster.csv."""
+
+    model: Name
+    hosts: Name
+    rate: Name
+    strategy: Name
+    kind: Name
+    predicted_s: Positive
+    measured_s: Positive
+    spread: Annotated[float, pydantic.Field(ge=0, le=1e6)]
 
     @property
     def error(self) -> float:
@@ -86,17 +88,13 @@ def main() -> int:
     for case in [] if options.report else options.cases:
         if status := measure(options, rest, *case.split(":", 2)):
             return status
-    try:
-        cases = read(options.output)
-    except SoapjaxError as e:
-        print("\n".join(f"error: {p}" for p in e.problems), file=sys.stderr)
-        return 2
-    if not cases:
-        return nothing_measured(options.output)
+    return reported(options.output, read, lambda cases: report(cases, Path(options.table)))
+
+
+def report(cases: Cases, page: Path) -> None:
     text = document(cases)
-    write_text_atomic(Path(options.table), text)
+    write_text_atomic(page, text)
     print(text)
-    return 0
 
 
 def measure(options: argparse.Namespace, rest: list[str], model: str, rate: str = "", hosts: str = "") -> int:
@@ -104,24 +102,8 @@ def measure(options: argparse.Namespace, rest: list[str], model: str, rate: str 
     return on_hosts("pipeline_measure.py", options, model, rate, rest, is_known=model in MODELS)
 
 
-class Measured(CsvRow):
-    """A row of pipeline_cluster.csv."""
-
-    model: Name
-    hosts: Name
-    rate: Name
-    strategy: Name
-    kind: Name
-    predicted_s: Positive
-    measured_s: Positive
-    spread: Annotated[float, pydantic.Field(ge=0, le=1e6)]
-
-
 def read(path: str) -> Cases:
-    return {
-        case: [Row(r.strategy, r.kind, r.predicted_s, r.measured_s, r.spread) for r in rows]
-        for case, rows in by_case(path, Measured).items()
-    }
+    return by_case(path, Row)
 
 
 def misordered(rows: list[Row]) -> list[tuple[str, str]]:

@@ -23,14 +23,12 @@ from pathlib import Path
 from typing import Annotated
 
 import pydantic
-from cluster_table import by_case, nothing_measured, on_hosts, sections
+from cluster_table import RESULTS, by_case, on_hosts, reported, sections
 
-from soapjax.errors import SoapjaxError
 from soapjax.helpers.csv_files import CsvRow, Name, Positive
 from soapjax.helpers.files import write_text_atomic
 from soapjax.strategy.plan import ModelSource
 
-RESULTS = Path(__file__).resolve().parent.parent / "results"
 FIELDS = (
     "model", "hosts", "rate", "strategy", "predicted_s", "measured_s", "spread", "steps", "loss", "predicted_bytes", "sent_bytes",
     "predicted_memory", "compiled_memory",
@@ -82,18 +80,14 @@ def main() -> int:
             of_hosts = argparse.Namespace(**vars(options) | dict(hosts=hosts))
             if status := on_hosts("placement_measure.py", of_hosts, model, rate, rest, is_known=model in MODELS):
                 return status
-    try:
-        cases = by_case(options.output, Measured)
-    except SoapjaxError as e:
-        print("\n".join(f"error: {p}" for p in e.problems), file=sys.stderr)
-        return 2
-    if not cases:
-        return nothing_measured(options.output)
+    return reported(options.output, lambda path: by_case(path, Measured), lambda cases: report(cases, Path(options.output)))
+
+
+def report(cases: dict[tuple[str, str, str], list[Measured]], path: Path) -> None:
     text = document(cases)
-    write_text_atomic(Path(options.output).with_suffix(".md"), text)
+    write_text_atomic(path.with_suffix(".md"), text)
     print(text)
-    draw(cases, Path(options.output).with_suffix(".png"))
-    return 0
+    draw(cases, path.with_suffix(".png"))
 
 
 def document(cases: dict[tuple[str, str, str], list[Measured]]) -> str:

@@ -19,11 +19,10 @@ import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-from paper_tables import markdown
+from paper_tables import ROOT, markdown
 
 from soapjax.helpers.files import write_text_atomic
 
-ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ("jax", "jaxlib", "flax", "numpy")
 
 

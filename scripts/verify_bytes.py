@@ -21,7 +21,7 @@ import sys
 import time
 from pathlib import Path
 
-from paper_tables import guarded
+from paper_tables import guarded, write_csv
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> None:
     until = time.monotonic() + 60 * options.minutes
     if options.predict:
         predict_again(rows, options)
-        write_rows(path, rows)
+        write_csv(path, FIELDS, rows)
     elif not options.report:
         topology = soapjax.load_topology(options.topology)
         devices = devices_of_target(topology, options.target)
@@ -135,7 +135,7 @@ def compile_model(name: str, topology, devices, options, rows: list[dict], path:
                 target=options.target, topology=topology.name, model=name, strategy=label,
                 failed=re.sub(r'[\s,"]+', " ", str(e))[:120],
             ))  # fmt: skip
-            write_rows(path, rows)
+            write_csv(path, FIELDS, rows)
             print(f"{name:34s} {label:16s} {rows[-1]['failed']}", flush=True)
             continue
         by_kind = compare_by_kind(plan, found.collectives).values()
@@ -145,7 +145,7 @@ def compile_model(name: str, topology, devices, options, rows: list[dict], path:
             found.ops.planned_ops, found.ops.ops_as_planned,
             len(found.rematerialised), len(found.replicated), round(time.monotonic() - start, 1), "",
         ), strict=True)))  # fmt: skip
-        write_rows(path, rows)
+        write_csv(path, FIELDS, rows)
         r = rows[-1]
         errors = f"bytes {error(r, 'bytes'):+7.1%}  memory {error(r, 'memory'):+7.1%}"
         print(f"{name:34s} {label:16s} {errors}  {r['compile_s']} s", flush=True)
@@ -187,11 +187,6 @@ def problem_of(name: str, topology):
     model = abstract_model(ModelSource(path=source, settings=settings))
     step = soapjax.trace(model.step, *model.arguments)
     return planning_problem(step, topology), step
-
-
-def write_rows(path: Path, rows: list[dict]) -> None:
-    lines = [",".join(FIELDS), *(",".join(str(r.get(f, "")) for f in FIELDS) for r in rows)]
-    write_text_atomic(str(path), "\n".join(lines) + "\n")
 
 
 def error(row: dict, what: str) -> float:

@@ -21,12 +21,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paper_tables import Rows, guarded, note
+from paper_tables import ROOT, Rows, guarded, note
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.helpers.files import write_text_atomic
 
-ROOT = Path(__file__).resolve().parent.parent
 LM = {"layers": 8, "width": 2048, "heads": 16, "seq": 2048, "vocab": 51_200, "batch": 64}
 LLAMA = LM | {"vocab": 32_000, "dtype": "bfloat16"}
 WIDE = {"layers": 4, "width": 8192, "heads": 64, "seq": 2048, "vocab": 51_200, "batch": 16, "dtype": "bfloat16", "tie": True}

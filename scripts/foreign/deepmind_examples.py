@@ -43,14 +43,11 @@ def haiku_rnn() -> Made:
 
 @haiku_case("haiku_vae", "generative")
 def haiku_vae() -> Made:
-    import haiku as hk
-
     classes = ("Config", "Batch", "Encoder", "Decoder", "VAEOutput", "VariationalAutoEncoder", "TrainingState")
     m = pieces(f"{HAIKU}/examples/vae.py", (*classes, "model", "loss_fn", "update"), {"optimizer": optax.adam(1e-3)})
     images = floats(16, 28, 28, 1) > 0
     params = m.model.init(jax.random.PRNGKey(0), images)
     state = m.TrainingState(params, m.optimizer.init(params), jax.random.PRNGKey(1))
-    del hk
     return Made(plain(m.update), (state, m.Batch(images)), {0: WHOLE})
 
 

@@ -121,11 +121,7 @@ def package(folder: str, name: str, stand_ins: Sequence[str] = ()) -> types.Modu
 
 def edited(path: str, edits: Sequence[tuple[str, str]], stand_ins: Sequence[str] = ()) -> types.ModuleType:
     """A file as a module, with names that newer versions of a library changed put right, nothing else."""
-    text = path_of(path).read_text()
-    for old, new in edits:
-        if old not in text:
-            raise LookupError(f"{path} no longer has {old!r}")
-        text = text.replace(old, new)
+    text = _put_right(path_of(path).read_text(), edits, path)
     sys.path.insert(0, str(path_of(path).parent))
     try:
         return _written(text, Path(path).stem, {}, stand_ins)
@@ -145,12 +141,7 @@ def pieces(
       given: what they read and the script would have made (parsed arguments, a network, an environment).
       without: imports (by a part of their text) that are left out.
     """
-    text = _code(path_of(path))
-    for old, new in edits:
-        if old not in text:
-            raise LookupError(f"{path} no longer has {old!r}")
-        text = text.replace(old, new)
-    tree = ast.parse(text)
+    tree = ast.parse(_put_right(_code(path_of(path)), edits, path))
     imports = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
     imports = [n for n in imports if not any(w in ast.unparse(n) for w in (*without, "from __future__"))]
     found: dict[str, ast.stmt] = {}
@@ -166,6 +157,14 @@ def pieces(
     # Annotations as text: some name what is no longer a type.
     made = "\n".join(["from __future__ import annotations", *(ast.unparse(n) for n in (*imports, *wanted))])
     return _written(made, Path(path).stem, given or {}, stand_ins)
+
+
+def _put_right(text: str, edits: Sequence[tuple[str, str]], path: str) -> str:
+    for old, new in edits:
+        if old not in text:
+            raise LookupError(f"{path} no longer has {old!r}")
+        text = text.replace(old, new)
+    return text
 
 
 def _defined(node: ast.AST) -> Iterable[str]:
