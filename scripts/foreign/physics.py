@@ -164,7 +164,7 @@ def aqt_training() -> Made:
     return _classifier(Network())
 
 
-def _classifier(net: Any) -> Made:
+def _classifier(net: Any, tx: Any = None) -> Made:
     x = floats(32, 16)
     params = net.init(jax.random.PRNGKey(0), x)["params"]
 
@@ -172,7 +172,7 @@ def _classifier(net: Any) -> Made:
         logits = net.apply({"params": params}, x)
         return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
-    return adamw_step(loss_fn, params, x, ints(10, 32))
+    return adamw_step(loss_fn, params, x, ints(10, 32), tx=tx)
 
 
 @case("qwix_quantisation_aware", "quantised", packages=["qwix"])
@@ -192,14 +192,7 @@ def muon() -> Made:
     from flax import linen as nn
 
     net = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(64), nn.relu, nn.Dense(10)])
-    made = _classifier(net)
-    x, y = made.args[1:]
-    params = made.args[0]["params"]
-
-    def loss_fn(params, x, y):
-        return optax.softmax_cross_entropy_with_integer_labels(net.apply({"params": params}, x), y).mean()
-
-    return adamw_step(loss_fn, params, x, y, tx=optax.contrib.muon(1e-3))
+    return _classifier(net, optax.contrib.muon(1e-3))
 
 
 @case("optax_lbfgs_linesearch", "optimizer", packages=["optax", "flax"])
