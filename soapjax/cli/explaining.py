@@ -19,7 +19,7 @@ from soapjax.helpers.own_config import on_cpu
 from soapjax.planning.plan_files import Opened
 from soapjax.planning.timelines import TaskNames
 from soapjax.report.explanation import Explanation, Neighbour, OperatorExplanation, PathPart, limit_lines, totals_of
-from soapjax.report.plan_tables import merged_name, short_storage, split_of
+from soapjax.report.plan_tables import merged_name, meshes_of, short_storage, split_of
 from soapjax.search.experts.baselines import BASELINES
 from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.simulate.critical_tasks import PathStep, critical_path, pipeline_path
@@ -79,13 +79,13 @@ def explain_operator(plan: Plan, name: str, opened: Opened | None = None, *, pla
     """
     name = _operator_named(plan, name, place)
     part = plan.operators[name]
-    sizes, where = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)), ""
+    sizes, where = meshes_of(plan)[name], ""
     for i, stage in enumerate(plan.pipeline.stages if plan.pipeline is not None else ()):
         if name in stage.operators:
-            sizes, where = stage.mesh, f", in stage {i} on devices {', '.join(map(str, stage.devices))}"
+            where = f", in stage {i} on devices {', '.join(map(str, stage.devices))}"
     sends = [(s.reason, sum(s.bytes.values())) for s in plan.prediction.sends if s.operator == name]
     found = OperatorExplanation(
-        name=name, kind=part.kind, dims=part.dims, split=split_of(part, sizes) + where, storage=short_storage(part.storage, plan),
+        name=name, kind=part.kind, dims=part.dims, split=split_of(part, sizes) + where, storage=short_storage(part.storage, sizes),
         cost=part.cost, seconds_on_path=None, sends=tuple(sorted(sends, key=lambda s: -s[1])[:5]),
     )  # fmt: skip
     if opened is None or opened.problem is None:
@@ -131,6 +131,7 @@ def neighbours_of(plan: Plan, problem: PlanningProblem, strategy: Strategy, n: i
     every = space.nearest(n, strategy.axes[n], int(strategy.storage[n]))
     nearest = list(itertools.islice(every, MOST_NEIGHBOURS))
     count = len(nearest) + sum(1 for _ in itertools.islice(every, MOST_COUNTED))
+    sizes = meshes_of(plan)[op.name]
     like: dict[tuple, list[str]] = {}
     for name, run in BASELINES.items():
         theirs = run(None, problem, Budget()).best.strategy
@@ -142,7 +143,7 @@ def neighbours_of(plan: Plan, problem: PlanningProblem, strategy: Strategy, n: i
         moved.axes[n], moved.storage[n] = axes, storage
         other = moved.config(n, op, space.mesh, space.storages)
         words = [f"{a}: {v}, not {now.axes[a]}" for a, v in other.axes.items() if v != now.axes[a]]
-        words += [f"stored {short_storage(other.storage, plan)}"] if other.storage != now.storage else []
+        words += [f"stored {short_storage(other.storage, sizes)}"] if other.storage != now.storage else []
         strategies.append(moved)
         titles.append(("; ".join(words), tuple(like.get((axes, storage), ()))))
     found = _titled(problem, strategies, titles)

@@ -9,9 +9,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from soapjax.helpers.sizes import size
-from soapjax.report.plan_tables import merged_name, percent, seconds, seconds_of, short_storage, split_of
+from soapjax.report.plan_tables import merged_name, meshes_of, percent, seconds, seconds_of, short_storage, split_of
 from soapjax.report.text_table import TextTable
-from soapjax.strategy.plan import Plan
+from soapjax.strategy.plan import OperatorPart, Plan
 
 MOST_ROWS = 40
 
@@ -56,16 +56,17 @@ class PlanDifference(NamedTuple):
 
 def difference_of(a: Plan, b: Plan) -> PlanDifference:
     """What is written differently in two plans."""
+    of_a, of_b = meshes_of(a), meshes_of(b)
     merged: dict[tuple, list[str]] = {}
     for name in a.operators.keys() & b.operators.keys():
-        here, there = _place(a, name), _place(b, name)
+        here, there = _place(a.operators[name], of_a[name]), _place(b.operators[name], of_b[name])
         if here != there:
             merged.setdefault((merged_name(name), here, there), []).append(name)
     order = {name: i for i, name in enumerate(a.operators)}
     changed = []
     for some in merged.values():
         names = tuple(sorted(some, key=order.__getitem__))
-        changed.append(ChangedOperators(names, _side(a, names), _side(b, names)))
+        changed.append(ChangedOperators(names, _side(a, names, of_a[names[0]]), _side(b, names, of_b[names[0]])))
     changed.sort(key=lambda c: (-abs(c.a.seconds - c.b.seconds), order[c.names[0]]))
     others = []
     if a.graph.fingerprint != b.graph.fingerprint:
@@ -80,20 +81,16 @@ def difference_of(a: Plan, b: Plan) -> PlanDifference:
     return PlanDifference(tuple(changed), only_a, only_b, tuple(others))
 
 
-def _place(plan: Plan, name: str) -> tuple[str, str]:
-    part = plan.operators[name]
-    sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
-    if plan.pipeline is not None:
-        sizes = next((s.mesh for s in plan.pipeline.stages if name in s.operators), sizes)
+def _place(part: OperatorPart, sizes: dict[str, int]) -> tuple[str, str]:
     return split_of(part, sizes), part.storage
 
 
-def _side(plan: Plan, names: tuple[str, ...]) -> Side:
+def _side(plan: Plan, names: tuple[str, ...], sizes: dict[str, int]) -> Side:
     parts = [plan.operators[name] for name in names]
     costs = [p.cost for p in parts if p.cost is not None]
-    split, storage = _place(plan, names[0])
+    split, storage = _place(parts[0], sizes)
     sent, memory = sum(c.sent_bytes for c in costs), sum(c.memory_bytes for c in costs)
-    return Side(split, short_storage(storage, plan), sum(map(seconds_of, parts)), sent, memory)
+    return Side(split, short_storage(storage, sizes), sum(map(seconds_of, parts)), sent, memory)
 
 
 def difference_report(a: Plan, b: Plan, found: PlanDifference) -> RenderableType:

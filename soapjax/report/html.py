@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from soapjax.helpers.sizes import size
 from soapjax.report.explanation import limit_lines
-from soapjax.report.plan_tables import FOLDED, folded, gains, operator_rows, percent, seconds, short_storage, split_of
+from soapjax.report.plan_tables import FOLDED, folded, gains, meshes_of, operator_rows, percent, seconds, short_storage, split_of
 from soapjax.report.plan_tables import caveat as caveat_of
 from soapjax.strategy.plan import Plan
 
@@ -217,16 +217,15 @@ def _footer(plan: Plan) -> str:
 
 def _data(plan: Plan, extras: Extras) -> dict[str, Any]:
     """What the script draws."""
-    sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
-    meshes = {} if plan.pipeline is None else {name: s.mesh for s in plan.pipeline.stages for name in s.operators}
-    how = [split_of(part, meshes.get(name, sizes)) for name, part in plan.operators.items()]
+    meshes = meshes_of(plan)
+    how = [split_of(part, meshes[name]) for name, part in plan.operators.items()]
     splits, index = _colours(plan, how)
     operators = []
     for (name, part), words, split in zip(plan.operators.items(), how, index, strict=True):
         cost = part.cost.model_dump() if part.cost is not None else dict.fromkeys(
             ("compute_s", "communication_s", "sent_bytes", "memory_bytes", "flops", "split_flops_share"), 0)  # fmt: skip
         dims = ", ".join(f"{d}={n}" for d, n in part.dims.items())
-        storage = short_storage(part.storage, plan)
+        storage = short_storage(part.storage, meshes[name])
         operators.append({"name": name, "kind": part.kind, "dims": dims, "how": words, "split": split, "storage": storage, **cost})
     return {
         "operators": operators, "splits": splits, "edges": extras.edges,

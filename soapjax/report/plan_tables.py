@@ -42,13 +42,20 @@ def merged_name(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
+def meshes_of(plan: Plan) -> dict[str, dict[str, int]]:
+    """Of every operator the axes of its mesh, with their sizes: in a pipeline those of its stage."""
+    whole = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
+    own = {} if plan.pipeline is None else {name: stage.mesh for stage in plan.pipeline.stages for name in stage.operators}
+    return {name: own.get(name, whole) for name in plan.operators}
+
+
 def operator_rows(plan: Plan) -> list[OperatorRow]:
     """Equal operators merged, in the plan's order."""
-    sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
+    meshes = meshes_of(plan)
     merged: dict[tuple, list[str]] = {}
     for name, part in plan.operators.items():
-        storage = short_storage(part.storage, plan)
-        merged.setdefault((merged_name(name), part.kind, split_of(part, sizes), storage), []).append(name)
+        how = split_of(part, meshes[name]), short_storage(part.storage, meshes[name])
+        merged.setdefault((merged_name(name), part.kind, *how), []).append(name)
     total = sum(seconds_of(part) for part in plan.operators.values())
     rows = []
     for (_, kind, split, storage), names in merged.items():
@@ -64,9 +71,9 @@ def folded(rows: list[OperatorRow]) -> list[OperatorRow]:
     return small if len(small) > 1 else []
 
 
-def short_storage(storage: str, plan: Plan) -> str:
+def short_storage(storage: str, sizes: dict[str, int]) -> str:
     """With "/64" in place of the names of all axes."""
-    return storage.replace(f"({','.join(plan.mesh.axis_names)})", f"/{plan.num_devices}")
+    return storage.replace(f"({','.join(sizes)})", f"/{math.prod(sizes.values())}")
 
 
 def seconds_of(part: OperatorPart) -> float:

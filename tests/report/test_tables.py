@@ -9,6 +9,7 @@ from command_line import plan_text
 from soapjax import Plan
 from soapjax.report.front_table import MOST_ROWS, FrontRow, front_view
 from soapjax.report.plan_tables import caveat, gain_lines, gains, operator_rows, operator_table, plan_report
+from soapjax.strategy.pipeline import Pipeline, Stage
 from soapjax.strategy.plan import OperatorCost, StrategyFigures
 
 
@@ -89,6 +90,17 @@ def test_equal_operators_are_one_row_and_small_ones_are_folded():
     assert table.row_count == 2
     shown = text_of(table)
     assert name in shown and "48 others, each line under 0.1%" in shown
+
+
+def test_operators_of_a_pipeline_are_split_over_the_mesh_of_their_stage():
+    """Of a stage on three devices the first axis has three, of all eight it has two."""
+    plan = Plan.loads(plan_text())
+    name, part = next((n, p) for n, p in plan.operators.items() if p.kind == "dot")
+    part = part.model_copy(update={"axes": {"d0": "sample"}, "storage": "sharded(d0), kept"})
+    stage = Stage(operators=(name,), devices=(0, 1, 2), mesh={"d0": 3})
+    pipeline = Pipeline(schedule="gpipe", num_microbatches=1, stages=(stage,))
+    (row,) = operator_rows(plan.model_copy(update={"operators": {name: part}, "pipeline": pipeline}))
+    assert (row.split, row.storage) == ("sample/3 (d0)", "sharded/3, kept")
 
 
 def test_plans_of_older_versions_are_shown_without_what_they_lack():
