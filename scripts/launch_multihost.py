@@ -41,7 +41,8 @@ GRACE_S = 6.0  # after one has failed, for the others to say why and end
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    # Names in full: --processes is taken out of what each process is given.
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("model", help="package.module (its make) or package.module:factory")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the model")
     parser.add_argument("--processes", type=int, default=None, help="start so many on this machine; by default, be one of a job")

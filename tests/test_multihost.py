@@ -55,6 +55,15 @@ def test_two_processes_train_as_one_device():
     assert losses(done.stdout) == pytest.approx(expected, rel=1e-4)  # printed with six digits, by one of the two
 
 
+def test_no_shorter_name_starts_processes_that_start_processes(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import launch_multihost
+
+    with pytest.raises(SystemExit):
+        launch_multihost.parse(["models.mlp", "--process", "2"])
+    assert "unrecognized arguments: --process" in capsys.readouterr().err
+
+
 def test_no_processes_are_refused():
     done = launch_here("--processes", "0")
     assert done.returncode == 2 and "--processes" in done.stderr and "Traceback" not in done.stderr
