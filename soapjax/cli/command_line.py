@@ -75,7 +75,11 @@ def _run(argv: list[str] | None) -> int:
     try:
         # What the user's own modules print must not reach --json's standard output.
         with contextlib.redirect_stdout(sys.stderr):
-            result, text, status = commands.run(command, interrupts.checked(_progress(command)))
+            progress = interrupts.checked(_progress(command))
+            try:
+                result, text, status = commands.run(command, progress)
+            finally:
+                progress.stop()  # a bar that is left behind hides the cursor
     except SoapjaxError:
         raise
     except Exception as e:

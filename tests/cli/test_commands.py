@@ -1,5 +1,6 @@
 """The commands end to end on small models: plan, simulate, run, verify; and what a person at a terminal relies on."""
 
+import contextlib
 import json
 import os
 import pty
@@ -267,3 +268,17 @@ def test_ctrl_c_keeps_the_best_so_far():
     plan = Plan.load("plan.json")
     assert plan.provenance.num_proposals > 0 and plan.prediction.feasible
     assert [p.name for p in Path(".").iterdir()] == ["plan.json"]
+
+
+def test_what_is_refused_before_the_search_leaves_no_bar_behind():
+    terminal, stderr = pty.openpty()
+    process = started("plan", "models.mlp", "--topology", "no_such_machine", *TINY, stderr=stderr)
+    os.close(stderr)
+    shown = b""
+    with contextlib.suppress(OSError):  # the process has ended
+        while part := os.read(terminal, 2**16):
+            shown += part
+    process.communicate(timeout=60)
+    os.close(terminal)
+    assert process.returncode == 2 and b"no_such_machine" in shown
+    assert shown.rfind(b"\x1b[?25h") >= shown.rfind(b"\x1b[?25l"), "the cursor is shown"
