@@ -56,7 +56,8 @@ def measured_best(chosen: Sequence[tuple[str, Evaluation]], time_one: Callable[[
         try:
             measured_s = time_one(e)
         except FAILURES as error:
-            notes.append(f"{name}: did not run: {str(error).strip().splitlines()[0][:200]}")
+            said = str(error).strip() or type(error).__name__
+            notes.append(f"{name}: did not run: {said.splitlines()[0][:200]}")
             continue
         timed.append((measured_s, i, e))
         predicted_s, measured_s = (float(f"{x:.6g}") for x in (e.step_time_s, measured_s))

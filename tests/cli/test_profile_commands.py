@@ -186,6 +186,14 @@ def test_the_measured_best_wins_and_the_table_is_kept():
         measured_best(chosen[1:2], fails_once)
 
 
+def test_a_strategy_that_fails_without_a_word_is_out_too():
+    def fails(e):
+        raise RuntimeError
+
+    with pytest.raises(SoapjaxError, match="mcmc: did not run: RuntimeError"):
+        measured_best([("mcmc", evaluation(1e-3, 0))], fails)
+
+
 @pytest.mark.slow
 def test_a_gain_below_the_calibrated_error_takes_the_simpler_plan(some_profile):
     from soapjax.steps.sourced_models import abstract_model
