@@ -130,29 +130,24 @@ def _loss(metrics: Any) -> float:
 
 def _batches(model: Model) -> Iterator[Any] | None:
     """The module's stream of batches, where it has one for the settings in use."""
-    module = importlib.import_module(model.source.path.partition(":")[0])
+    path, _, name = model.source.path.partition(":")
+    module = importlib.import_module(path)
     stream = getattr(module, "batches", None)
     if stream is None or len(model.arguments) != 2:
         return None
     shapes = jax.tree.map(lambda x: (np.shape(x), str(x.dtype)), model.arguments[1])
-    settings = {k: v for k, v in model.source.settings.items() if k in ("batch", "seq", "vocab", "seed")}
     try:
-        first = stream(**_defaults(model, settings))
-        sample = next(first)
+        # The factory's own defaults where nothing was set.
+        parameters = inspect.signature(getattr(module, name or "make")).parameters
+        settings = {k: p.default for k, p in parameters.items() if p.default is not p.empty} | model.source.settings
+        wanted = inspect.signature(stream).parameters
+        settings = {k: v for k, v in settings.items() if k in wanted}
+        sample = next(stream(**settings))
     except (TypeError, ValueError):
         return None
     if jax.tree.map(lambda x: (np.shape(x), str(x.dtype)), sample) != shapes:
         return None
-    return stream(**_defaults(model, settings))
-
-
-def _defaults(model: Model, settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings for `batches`, with the factory's own defaults where none was given."""
-    module = importlib.import_module(model.source.path.partition(":")[0])
-    factory = getattr(module, model.source.path.partition(":")[2] or "make")
-    defaults = {k: p.default for k, p in inspect.signature(factory).parameters.items() if p.default is not p.empty}
-    wanted = inspect.signature(module.batches).parameters
-    return {k: v for k, v in {**defaults, **settings}.items() if k in wanted}
+    return stream(**settings)
 
 
 def verify_command(command: VerifyCommand) -> Result:

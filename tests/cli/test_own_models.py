@@ -10,9 +10,10 @@ import pytest
 from command_line import call
 
 import soapjax
+from soapjax.cli.running_commands import _batches
 from soapjax.errors import SoapjaxError
 from soapjax.graph.trace.closures import holds_tracers
-from soapjax.steps.sourced_models import abstract_model, with_arrays
+from soapjax.steps.sourced_models import abstract_model, concrete_model, with_arrays
 from soapjax.strategy.plan import ModelSource
 
 MODULE = """
@@ -91,3 +92,19 @@ def test_a_tracer_in_a_step_is_named():
     jax.eval_shape(lambda x: kept.append(x) or x, jnp.ones(3))
     with pytest.raises(SoapjaxError, match="closes over a tracer.*pass it as an argument"):
         soapjax.trace(lambda w: w * kept[0], jnp.ones(3))
+
+
+STREAM = """
+import jax, jax.numpy as jnp, numpy as np
+def step(w, y): return w - jax.grad(lambda w: ((w - y) ** 2).sum())(w), {}
+def make(*, batch=4, highest=1): return step, jnp.zeros(4), np.zeros(batch, np.float32)
+def batches(*, batch, highest):
+    while True: yield np.full(batch, highest, np.float32)
+"""
+
+
+def test_batches_are_those_of_the_settings_in_use(folder):
+    (folder / "own_stream.py").write_text(STREAM)
+    stream = _batches(concrete_model(ModelSource(path="own_stream", settings={"highest": 3})))
+    assert next(stream).tolist() == [3.0] * 4
+    sys.modules.pop("own_stream", None)
