@@ -12,6 +12,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self
 
+import numpy as np
+
 from soapjax.costs.measured.profile import Profile, cache_folder, cached_profile, load_profile, mismatches, other_versions
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.planning import options
@@ -90,6 +92,12 @@ class PlanRequest:
     model: ModelSource | None = None
     progress: Callable[[int, float, float], None] | None = None
     measuring: Callable[[Plan], None] | None = None
+
+    def __post_init__(self) -> None:
+        """A NumPy number becomes Python's own."""
+        for name, value in vars(self).copy().items():
+            if isinstance(value, np.generic):
+                object.__setattr__(self, name, value.item())
 
     def but(self, **others: Any) -> Self:
         """The same with other values."""

@@ -1,6 +1,7 @@
 """How `--pipeline auto`, and plans that do not fit, divide the budget between one program and micro-batches."""
 
 import jax
+import numpy as np
 import pytest
 from problems import MODELS
 
@@ -138,3 +139,9 @@ def test_pipelines_are_tried_where_one_program_does_not_fit_as_compiled(mlp, mon
         choosing.as_asked(request, mlp.step, *mlp.arguments)
     with pytest.raises(SoapjaxError, match="stage 0: got 80 GB"):
         choosing.as_asked(request.but(stages=2), mlp.step, *mlp.arguments)
+
+
+def test_a_numpy_number_of_micro_batches_counts(mlp):
+    request = PlanRequest(topology="cpu8", microbatches=np.int64(2), seed=np.int64(1), proposals=np.int32(1))
+    plan = choosing.as_asked(request, mlp.step, *mlp.arguments).plan
+    assert plan.pipeline.num_microbatches == 2 and plan.provenance.seed == 1
