@@ -18,10 +18,12 @@ from soapjax.cli.arguments import DemoCommand, RunCommand, VerifyCommand
 from soapjax.cli.program_proofs import ProgramsVerified, verify_programs
 from soapjax.cli.results import Result, loaded, plan_result
 from soapjax.cli.step_source import required_source
+from soapjax.costs.measured.profile import is_same_kind
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled.devices import devices_of_target, start_devices
 from soapjax.execute.compiled.inspection import inspect as inspect_program
 from soapjax.execute.compiled.proof import verify
+from soapjax.execute.compiled.timing import are_fake
 from soapjax.execute.compiled.traffic import compare_by_kind, differences
 from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.spmd.planned_evaluator import bind_plan, not_executable
@@ -29,6 +31,7 @@ from soapjax.execute.streams.stream_step import StreamStep, compile_step
 from soapjax.graph.trace.tracing import TracedStep
 from soapjax.planning import entry
 from soapjax.planning.pipelining.given_pipeline import planned_pipeline
+from soapjax.planning.profiling import device_at_hand
 from soapjax.report.plan_tables import overlap_words, plan_report, seconds
 from soapjax.report.verification import compiled_report, numeric_lines, programs_report
 from soapjax.steps.factories import OWN_MODELS
@@ -53,13 +56,7 @@ def _checked(command: RunCommand | VerifyCommand) -> tuple[Plan, ModelSource, De
 def _is_comparable(plan: Plan, devices: list[Any]) -> bool:
     """Whether a measured time says something about the prediction: real devices of the planned kind."""
     topology = DeviceTopology.from_dict(plan.topology)
-    kind = devices[0].device_kind.lower()
-    same_kind = topology.device.platform == devices[0].platform or (
-        topology.device.platform == "cuda" and devices[0].platform == "gpu"
-    )
-    fake = devices[0].platform == "cpu" and len(devices) > jax.process_count()
-    name = topology.device.name.lower()
-    return same_kind and not fake and not topology.fake and (devices[0].platform == "cpu" or name in kind or kind in name)
+    return not (topology.fake or are_fake(devices)) and is_same_kind(topology.device, device_at_hand())
 
 
 def run_command(command: RunCommand) -> Result:

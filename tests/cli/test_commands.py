@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from command_line import ROOT, TINY, call, done, plan_text, step_of
 from ranks import flags_without_devices
 
 from soapjax import Plan
+from soapjax.cli import running_commands
 from soapjax.cli.arguments import COMMANDS
+from soapjax.costs.measured.profile_parts import Device
 from soapjax.topology import shipped_topologies
 
 PLAN_FIELDS = {
@@ -268,6 +271,16 @@ def test_ctrl_c_keeps_the_best_so_far():
     plan = Plan.load("plan.json")
     assert plan.provenance.num_proposals > 0 and plan.prediction.feasible
     assert [p.name for p in Path(".").iterdir()] == ["plan.json"]
+
+
+def test_a_measured_time_is_comparable_on_the_planned_kind_of_device_alone(monkeypatch):
+    plan, here = Plan.loads(plan_text(topology="h200x1")), types.SimpleNamespace(platform="gpu", process_index=0)
+    for name, platform, expected in (
+        ("NVIDIA H200", "cuda", True), ("NVIDIA GH200 480GB", "cuda", False), ("NVIDIA H200", "rocm", False), ("cpu", "cpu", False)
+    ):  # fmt: skip
+        here.device_kind = name
+        monkeypatch.setattr(running_commands, "device_at_hand", lambda n=name, p=platform: Device(name=n, platform=p))
+        assert running_commands._is_comparable(plan, [here]) is expected, name
 
 
 def test_what_is_refused_before_the_search_leaves_no_bar_behind():
