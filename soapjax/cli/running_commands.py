@@ -21,8 +21,9 @@ from soapjax.cli.step_source import required_source
 from soapjax.costs.measured.profile import is_same_kind
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled.devices import devices_of_target, start_devices
+from soapjax.execute.compiled.hlo import OpsCheck
 from soapjax.execute.compiled.inspection import inspect as inspect_program
-from soapjax.execute.compiled.proof import verify
+from soapjax.execute.compiled.proof import Verification, verify
 from soapjax.execute.compiled.timing import are_fake
 from soapjax.execute.compiled.traffic import compare_by_kind, differences
 from soapjax.execute.spmd.compiled_step import CompiledStep
@@ -158,24 +159,12 @@ def verify_command(command: VerifyCommand) -> Result:
         return _verified_programs(command, plan, verify_programs(plan, model, step, devices, runs=runs), runs=runs)
     program = bind_plan(step, plan, devices=devices)
     inspected = inspect_program(program)
-    result, lines, is_proven = {}, [], True
-    if runs:
-        found = verify(program, jax.tree_util.tree_leaves(model.arguments))
-        result = found._asdict() | {"differences": list(found.differences)}
-        is_proven = found.is_proven
-        lines = numeric_lines(found)
-    ops = inspected.ops
-    is_proven &= runs or ops.ops_as_planned > 0  # of a program with nothing to find again nothing is shown
-    result |= {
-        "planned_ops": ops.planned_ops, "ops_as_planned": ops.ops_as_planned, "ops_unchecked": ops.ops_unchecked,
-        "differences": list(ops.differences),
-    }  # fmt: skip
-    is_proven &= ops.ops_as_planned == ops.planned_ops - ops.ops_unchecked
+    numbers = verify(program, jax.tree_util.tree_leaves(model.arguments)) if runs else None
     by_kind = compare_by_kind(plan, inspected.collectives)
     apart = differences(plan, inspected.collectives)
-    available = topology.device.available_memory_bytes
-    fits = inspected.memory_bytes <= available or not plan.prediction.feasible
-    result |= {
+    is_proven, fits = _is_proven(inspected.ops, numbers), _fits(plan, inspected.memory_bytes)
+    result = {} if numbers is None else numbers._asdict()
+    result |= _as_planned(inspected.ops) | {
         "target": command.target,
         "collective_bytes": by_kind,
         "collective_differences": [
@@ -188,21 +177,32 @@ def verify_command(command: VerifyCommand) -> Result:
         "proven": is_proven and fits,
     }
     tables = compiled_report(plan, inspected, by_kind, apart, runs=runs, is_proven=is_proven, fits=fits)
+    lines = [] if numbers is None else numeric_lines(numbers)
     return result, Group(Text("\n".join(lines)), *tables), 0 if is_proven and fits else 1
+
+
+def _is_proven(ops: OpsCheck, numbers: Verification | None) -> bool:
+    """Of a program with nothing to find again, and whose numbers were not compared, nothing is shown."""
+    shown = ops.ops_as_planned > 0 if numbers is None else numbers.is_proven
+    return shown and ops.ops_as_planned == ops.planned_ops - ops.ops_unchecked
+
+
+def _fits(plan: Plan, compiled_bytes: float) -> bool:
+    """Whether what was compiled fits the devices; nothing is asked of a plan that is said not to fit."""
+    return compiled_bytes <= topology_of(plan)[0].device.available_memory_bytes or not plan.prediction.feasible
+
+
+def _as_planned(ops: OpsCheck) -> dict[str, Any]:
+    return ops._asdict() | {"differences": list(ops.differences)}
 
 
 def _verified_programs(command: VerifyCommand, plan: Plan, found: ProgramsVerified, *, runs: bool) -> Result:
     """The result and report of a plan that is several programs."""
-    inspected, numbers, ops = found.inspected, found.numbers, found.inspected.ops
-    shown = ops.ops_as_planned > 0 if numbers is None else numbers.is_proven
-    is_proven = shown and ops.ops_as_planned == ops.planned_ops - ops.ops_unchecked
+    inspected, numbers = found.inspected, found.numbers
     compiled_bytes = max(compiled for _, compiled in found.memory.values())
-    available = topology_of(plan)[0].device.available_memory_bytes
-    fits = compiled_bytes <= available or not plan.prediction.feasible
+    is_proven, fits = _is_proven(inspected.ops, numbers), _fits(plan, compiled_bytes)
     result = {} if numbers is None else numbers._asdict() | {"reference": found.reference}
-    result |= {
-        "planned_ops": ops.planned_ops, "ops_as_planned": ops.ops_as_planned, "ops_unchecked": ops.ops_unchecked,
-        "differences": list(ops.differences),
+    result |= _as_planned(inspected.ops) | {
         "target": command.target,
         "collective_bytes": found.by_kind,
         "collective_differences": [
