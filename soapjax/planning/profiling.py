@@ -22,7 +22,6 @@ from soapjax.costs.measured.fit import fitted_link, fitted_rates
 from soapjax.costs.measured.interpolation import ComputeRates, LocalTask, figures_of, local_task
 from soapjax.costs.measured.profile import Profile, installed_versions, is_same_kind, merged
 from soapjax.costs.measured.profile_parts import Calibration, Device, Measurement
-from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled.measure import LocalStep, Timing, Unmeasurable
 from soapjax.execute.compiled.measure_links import time_collectives
@@ -69,10 +68,10 @@ def device_at_hand() -> Device:
     return Device(name=first.device_kind, platform=platform, processor=processor_name() if is_cpu else "")
 
 
-def asked_degrees(tables: CostTables, simulator: Simulator, strategy: Strategy) -> tuple[list[tuple[int, ...]], np.ndarray]:
+def asked_degrees(simulator: Simulator, strategy: Strategy) -> tuple[list[tuple[int, ...]], np.ndarray]:
     """Per task the degrees of its operator's dims (of an update: the shards), and its predicted compute seconds [K]."""
+    tables, costs = simulator.tables, simulator.costs(strategy)
     graph, sizes = tables.graph, tables.links.axis_sizes
-    costs = simulator.costs(strategy)
     num_u, num_p = len(tables.access_op), len(tables.parameter_op)
     stored = np.asarray(costs.layouts.slots)[num_u : num_u + num_p]
     found: list[tuple[int, ...]] = []
@@ -87,12 +86,12 @@ def asked_degrees(tables: CostTables, simulator: Simulator, strategy: Strategy) 
     return found, np.asarray(costs.durations.compute_s)
 
 
-def requests_of(tables: CostTables, simulator: Simulator, strategies: Sequence[Strategy]) -> list[Request]:
+def requests_of(simulator: Simulator, strategies: Sequence[Strategy]) -> list[Request]:
     """The distinct local tasks that strategies ask for, largest first, down to what covers nearly all of each."""
-    graph = tables.graph
+    graph = simulator.tables.graph
     largest: dict[tuple, Request] = {}
     for strategy in strategies:
-        degrees, seconds = asked_degrees(tables, simulator, strategy)
+        degrees, seconds = asked_degrees(simulator, strategy)
         own: dict[tuple, Request] = {}
         for k in range(len(graph.tasks)):
             local = local_task(graph, k, degrees[k])
@@ -230,7 +229,7 @@ def in_stages(graph: OperatorGraph, topology: DeviceTopology, num: int) -> list[
     alone = part_of(topology, 0, 1)
     small = micro_batch(graph, num)
     problem = PlanningProblem.make(small, search_space(small, factor_mesh(alone)), alone)
-    requests = requests_of(problem.simulator.tables, problem.simulator, [data_parallel_strategy(problem)[0]])
+    requests = requests_of(problem.simulator, [data_parallel_strategy(problem)[0]])
     found = []
     for r in requests:
         if small.tasks[r.task].parameter < 0:
@@ -245,13 +244,13 @@ def _rounds(graph, space, topology, profile: Callable[[], Profile], *, seed: int
     key = jax.random.key(seed)
     problem = PlanningProblem.make(graph, space, topology)
     strategies = [run(key, problem, Budget()).best.strategy for run in BASELINES.values()]
-    yield requests_of(problem.simulator.tables, problem.simulator, strategies)
+    yield requests_of(problem.simulator, strategies)
     # What looks good because it was only estimated is measured, and may look less good to the next search.
     for i in range(SEARCHES if search and topology.num_devices > 1 else 0):
         problem = PlanningProblem.make(graph, space, topology, profile())
         result = get_planner("mcmc")(jax.random.fold_in(key, i), problem, Budget(SEARCH_PROPOSALS))
         strategies = [e.strategy for e in result.candidates[:8]] or [result.best.strategy]
-        yield requests_of(problem.simulator.tables, problem.simulator, strategies)
+        yield requests_of(problem.simulator, strategies)
 
 
 def _measured_links(topology: DeviceTopology, notes: list[str]) -> tuple:
@@ -302,7 +301,7 @@ def compute_figures(simulator: Simulator, strategy: Strategy) -> tuple[list[str]
     """Where the compute seconds of a strategy come from: per operator the weakest source, and shares of all seconds."""
     tables = simulator.tables
     graph = tables.graph
-    degrees, seconds = asked_degrees(tables, simulator, strategy)
+    degrees, seconds = asked_degrees(simulator, strategy)
     at = np.zeros((len(degrees), tables.measured.degrees.shape[1]), np.float32)
     for k, found in enumerate(degrees):
         at[k, : len(found)] = np.log2(found)

@@ -43,7 +43,7 @@ def measured(problem, strategies, seed=0):
     graph = problem.graph
     found = {}
     for strategy in strategies:
-        degrees, _ = asked_degrees(problem.simulator.tables, problem.simulator, strategy)
+        degrees, _ = asked_degrees(problem.simulator, strategy)
         for k, task in enumerate(graph.tasks):
             local = local_task(graph, k, degrees[k])
             found.setdefault(
@@ -73,7 +73,7 @@ def test_a_measured_task_costs_what_was_measured(model):
     problem, strategies = measured_problem(model)
     table = measured(plain_problem(model), strategies)
     for strategy in strategies:
-        degrees, seconds = asked_degrees(problem.simulator.tables, problem.simulator, strategy)
+        degrees, seconds = asked_degrees(problem.simulator, strategy)
         for k, task in enumerate(problem.graph.tasks):
             wanted = table[local_task(problem.graph, k, degrees[k]).identity].seconds * task.trip_count
             assert seconds[k] == pytest.approx(wanted, rel=1e-4), (k, degrees[k])
@@ -103,7 +103,7 @@ def test_the_exact_delta_sees_the_measurements_too(model):
 def test_degrees_are_found_again_from_local_shapes(model):
     problem = plain_problem(model)
     for strategy in some_strategies(problem):
-        for request in requests_of(problem.simulator.tables, problem.simulator, [strategy]):
+        for request in requests_of(problem.simulator, [strategy]):
             local, task = request.local, problem.graph.tasks[request.task]
             m = Measurement(
                 label="", structure=local.structure, kind=task.kind, dtype=task.dtype, reads=local.reads, writes=local.writes,
@@ -123,7 +123,7 @@ def test_between_measurements_the_ratio_to_the_roofline_is_interpolated():
     table = measured(plain, strategies[:1])
     slowed = []
     for factor, strategy in ((2.0, strategies[0]), (4.0, strategies[1])):
-        degrees, seconds = asked_degrees(plain.simulator.tables, plain.simulator, strategy)
+        degrees, seconds = asked_degrees(plain.simulator, strategy)
         for k in range(len(plain.graph.tasks)):
             local = local_task(plain.graph, k, degrees[k])
             like = next(m for m in table.values() if m.structure == local.structure)
@@ -135,8 +135,8 @@ def test_between_measurements_the_ratio_to_the_roofline_is_interpolated():
     problem = problem_of("mlp", profile_with({m.identity: m for m in slowed}.values()))
     rng = np.random.default_rng(5)
     for strategy in [plain.space.random(rng) for _ in range(4)]:
-        _, before = asked_degrees(plain.simulator.tables, plain.simulator, strategy)
-        _, after = asked_degrees(problem.simulator.tables, problem.simulator, strategy)
+        _, before = asked_degrees(plain.simulator, strategy)
+        _, after = asked_degrees(problem.simulator, strategy)
         ratio = after / before
         assert (ratio > 1.999).all() and (ratio < 4.001).all()
     assert compute_figures(problem.simulator, strategy)[1].keys() <= {"measured", "calibrated"}
@@ -160,9 +160,9 @@ def test_a_fitted_roofline_replaces_the_topology_s():
     strategy = data_parallel_strategy(plain)[0]
     rates = fitted_rates(tuple(measured(plain, some_strategies(plain)).values()))
     problem = problem_of("mlp", profile_with((), rates=rates))
-    _, seconds = asked_degrees(problem.simulator.tables, problem.simulator, strategy)
+    _, seconds = asked_degrees(problem.simulator, strategy)
     k = next(k for k, t in enumerate(problem.graph.tasks) if t.kind == "dot")
-    local = local_task(problem.graph, k, asked_degrees(problem.simulator.tables, problem.simulator, strategy)[0][k])
+    local = local_task(problem.graph, k, asked_degrees(problem.simulator, strategy)[0][k])
     wanted = max(local.flops / rates.flops_per_s["dot float32"], local.moved_bytes / rates.memory_bytes_per_s) + rates.launch_s
     assert seconds[k] == pytest.approx(wanted, rel=1e-4)
     assert set(compute_figures(problem.simulator, strategy)[1]) == {"calibrated"}

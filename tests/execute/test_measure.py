@@ -52,7 +52,7 @@ def test_every_task_has_a_local_form_with_the_planned_work(model):
     problem = PlanningProblem.make(graph, space, topology)
     seen = set()
     for strategy in (data_parallel(space), rotated(space, 0), rotated(space, 2)):
-        degrees, _ = asked_degrees(problem.simulator.tables, problem.simulator, strategy)
+        degrees, _ = asked_degrees(problem.simulator, strategy)
         for k, task in enumerate(graph.tasks):
             wanted = local_task(graph, k, degrees[k])
             if wanted.identity in seen:
