@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Group
 from rich.text import Text
 
@@ -110,10 +109,10 @@ def calibrate_command(command: CalibrateCommand) -> Result:
         base = find_profile(command.profile, topology)[0]
         if base is None and plan.profile is not None:
             base = profile_of(plan.profile, place=f"{path}: profile")
-        base = _plain(base)
-        bases += [base] if base is not None else []
+        if base is not None:  # fitted beside the measurements, without earlier scalars
+            base = base.model_copy(update={"calibration": None})
+            bases.append(base)
         with on_cpu():
-            # Fitted beside the measurements, without earlier scalars.
             problem = plan_files.problem_of_plan(plan.model_copy(update={"profile": None}), step, place=path, profile=base)
             strategy = strategy_of(plan, problem.space, place=path)
             rows.append((path, problem.simulator, strategy))
@@ -141,9 +140,5 @@ def calibrate_command(command: CalibrateCommand) -> Result:
         f"written to {saved}",
     ]
     result = {"path": str(saved), "sha256": found.sha256, "predicted_before_s": [float(x) for x in before]} | fit.model_dump()
-    result["measured_s"] = [float(np.float64(x)) for x in measured]
+    result["measured_s"] = [float(x) for x in measured]
     return result, Group(table, Text("\n".join(lines))), 0
-
-
-def _plain(profile: Profile | None) -> Profile | None:
-    return None if profile is None else profile.model_copy(update={"calibration": None})

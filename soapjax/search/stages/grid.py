@@ -97,7 +97,7 @@ class Grid:
     def _points_of(self, groups: int, width: int) -> list[Point]:
         problem, found = self.problem, []
         is_whole = width == self.topology.num_devices // groups
-        insides = self._insides(self._widest() if is_whole else width)
+        insides = self._insides(self.topology.num_devices // min(problem.stages) if is_whole else width)
         for (inside, degree), num in itertools.product(insides, problem.microbatches):
             if width % degree or (self.batch // num) % (width // degree):
                 continue  # devices would repeat each other's work
@@ -128,9 +128,6 @@ class Grid:
     def _names(self, width: int, num: int) -> list[str]:
         """Of all inner strategies of a stage of so many devices."""
         return [x.name for x in self.problem.loads.choices(0, width, num)]
-
-    def _widest(self) -> int:
-        return self.topology.num_devices // min(self.problem.stages)
 
     # The formula.
 

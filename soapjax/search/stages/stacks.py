@@ -43,10 +43,6 @@ class Stacks:
     def __bool__(self) -> bool:
         return bool(self._parameters)
 
-    def _before(self, marks: Sequence[int]) -> np.ndarray:
-        """How many rows of each stack [stacks, M] stand before each mark."""
-        return np.array([np.searchsorted(places, marks) for places in self._sorted])
-
     def is_even(self, bounds: Sequence[int], meshes: Sequence[tuple[int, ...]]) -> bool:
         """Whether stages have equally many rows of a stack, or none, on devices of their own, of all stacks but small ones.
 
@@ -69,7 +65,7 @@ class Stacks:
     def even_cuts(self, marks: Sequence[int], stages: int) -> Iterator[np.ndarray]:
         """For every way of dealing so many stages out to the loops: which runs marks[a] : marks[b] may be a stage [M, M]."""
         is_large = np.cumsum(np.sort(self._share))[np.argsort(np.argsort(self._share))] > SMALL
-        before = self._before(marks)[is_large]
+        before = np.array([np.searchsorted(places, marks) for places in self._sorted])[is_large]  # rows of a stack before each mark
         rows = before[:, None, :] - before[:, :, None]
         lengths = np.array([len(places) for places in self._places])[is_large]
         loops = sorted({*lengths.tolist()})
