@@ -223,7 +223,7 @@ def _pipedream(
 
 def _replicated_pipeline(problem: StageProblem, bounds: tuple[int, ...], devices: Sequence[tuple[int, ...]], num: int) -> Pipeline:
     stage = stage_of_operators(problem.graph, bounds, problem.forward)
-    mesh = problem.loads.mesh(0, 1, num)
+    mesh = problem.loads.space(0, 1, num).mesh
     stages = tuple(
         Stage(
             operators=tuple(problem.graph.operators[n].name for n in np.flatnonzero(stage == i)), devices=mine,

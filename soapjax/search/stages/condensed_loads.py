@@ -16,7 +16,6 @@ from soapjax.search.stages.stage_loads import CrossingBytes, StageLoads, sums_of
 from soapjax.simulate.pipeline_timeline import StageLoad
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.space import SearchSpace
-from soapjax.topology import FactorMesh
 
 
 class CondensedLoads:
@@ -44,9 +43,6 @@ class CondensedLoads:
     def space(self, first: int, count: int, num: int) -> SearchSpace:
         """What inner strategies may choose, in the condensed graph."""
         return self.small.space(first, count, num)
-
-    def mesh(self, first: int, count: int, num: int) -> FactorMesh:
-        return self.small.mesh(first, count, num)
 
     def load(
         self, bounds: tuple[int, int], first: int, count: int, num: int, inner: int, *, overlap: bool = True

@@ -108,8 +108,9 @@ class Fabric:
         self, graph: OperatorGraph, topology: DeviceTopology, profile: Profile | None, *, has_passes: bool = True,
         has_sums: bool = True,
     ):  # fmt: skip
-        self.topology, self.mesh, self.has_passes, self.has_sums = topology, factor_mesh(topology), has_passes, has_sums
-        self.space = search_space(graph, self.mesh, storages=stage_storages(self.mesh, adds_up=has_sums))
+        self.topology, self.has_passes, self.has_sums = topology, has_passes, has_sums
+        mesh = factor_mesh(topology)
+        self.space = search_space(graph, mesh, storages=stage_storages(mesh, adds_up=has_sums))
         self.tables = cost_tables(graph, self.space, topology, profile)
         self.schedule = schedule_of(self.tables)
         self.evaluator = Evaluator(self.tables)

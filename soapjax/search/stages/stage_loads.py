@@ -29,7 +29,7 @@ from soapjax.simulate.pipeline_timeline import StageLoad, Transfer
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.plan import SentPart
 from soapjax.strategy.space import SearchSpace
-from soapjax.topology import DeviceTopology, FactorMesh
+from soapjax.topology import DeviceTopology
 
 OF_UPDATE = -1  # the position of an operator that has tasks in the update alone
 
@@ -122,9 +122,6 @@ class StageLoads:
     def offer(self, first: int, count: int, num: int, name: str, strategies: Sequence[Strategy]) -> list[int]:
         """Places among `choices` of further inner strategies."""
         return self._fabric(first, count, num)[0].offer(name, strategies)
-
-    def mesh(self, first: int, count: int, num: int) -> FactorMesh:
-        return self._fabric(first, count, num)[0].mesh
 
     def space(self, first: int, count: int, num: int) -> SearchSpace:
         return self._fabric(first, count, num)[0].space

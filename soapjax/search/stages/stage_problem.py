@@ -355,7 +355,7 @@ class StageProblem:
         stage = stage_of_operators(self.graph, choice.bounds, self.forward)
         stages = []
         for i, (first, count, _) in enumerate(choice.groups):
-            mesh = self.loads.mesh(first, count, choice.num_microbatches)
+            mesh = self.loads.space(first, count, choice.num_microbatches).mesh
             stages.append(
                 Stage(
                     operators=tuple(self.graph.operators[n].name for n in np.flatnonzero(stage == i)),
