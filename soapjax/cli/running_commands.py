@@ -100,14 +100,14 @@ def _require_state(model: Model, step: TracedStep) -> None:
 
 
 def train(step: Callable[..., Any], model: Model, steps: int) -> tuple[list[float], list[float]]:
-    """Losses and seconds of `steps` steps on the model's own data (its module's `batches`, or one batch again and again)."""
+    """Losses and seconds of `steps` steps on the model's own data: its module's `batches` (the last repeats), or its one batch."""
     arguments = step.place(*model.arguments) if isinstance(step, CompiledStep | StreamStep) else model.arguments
     state, rest = arguments[0], arguments[1:]
     data = _batches(model)
     losses, times = [], []
     for _ in range(steps):
         if data is not None:
-            rest = (next(data),)
+            rest = (next(data, rest[0]),)
         start = time.perf_counter()
         out = step(state, *rest)
         state, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
@@ -133,7 +133,7 @@ def _batches(model: Model) -> Iterator[Any] | None:
     stream = getattr(module, "batches", None)
     if stream is None or len(model.arguments) != 2:
         return None
-    shapes = jax.tree.map(lambda x: (np.shape(x), str(x.dtype)), model.arguments[1])
+    shapes = jax.tree.map(_shape, model.arguments[1])
     try:
         # The factory's own defaults where nothing was set.
         parameters = inspect.signature(getattr(module, name or "make")).parameters
@@ -141,11 +141,15 @@ def _batches(model: Model) -> Iterator[Any] | None:
         wanted = inspect.signature(stream).parameters
         settings = {k: v for k, v in settings.items() if k in wanted}
         sample = next(stream(**settings))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, StopIteration):
         return None
-    if jax.tree.map(lambda x: (np.shape(x), str(x.dtype)), sample) != shapes:
+    if jax.tree.map(_shape, sample) != shapes:
         return None
     return stream(**settings)
+
+
+def _shape(x: Any) -> tuple[tuple[int, ...], str]:
+    return np.shape(x), str(getattr(x, "dtype", type(x)))
 
 
 def verify_command(command: VerifyCommand) -> Result:

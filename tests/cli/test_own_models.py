@@ -10,7 +10,7 @@ import pytest
 from command_line import call
 
 import soapjax
-from soapjax.cli.running_commands import _batches
+from soapjax.cli.running_commands import _batches, train
 from soapjax.errors import SoapjaxError
 from soapjax.graph.trace.closures import holds_tracers
 from soapjax.steps.sourced_models import abstract_model, concrete_model, with_arrays
@@ -51,7 +51,8 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
     (tmp_path / "own_steps.py").write_text(MODULE)
     yield tmp_path
-    sys.modules.pop("own_steps", None)
+    for name in ("own_steps", "own_stream"):
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize("factory", ["closed", "partial", "method", "wrapped", "frozen", "odd"])
@@ -107,4 +108,11 @@ def test_batches_are_those_of_the_settings_in_use(folder):
     (folder / "own_stream.py").write_text(STREAM)
     stream = _batches(concrete_model(ModelSource(path="own_stream", settings={"highest": 3})))
     assert next(stream).tolist() == [3.0] * 4
-    sys.modules.pop("own_stream", None)
+
+
+@pytest.mark.parametrize("given", ["", "yield np.full(4, 2, np.float32)", "yield 1.0"])
+def test_a_stream_may_end_or_be_another(folder, given):
+    text = STREAM.replace("while True: yield np.full(batch, highest, np.float32)", f"yield from (); {given}")
+    (folder / "own_stream.py").write_text(text)
+    model = concrete_model(ModelSource(path="own_stream"))
+    assert len(train(model.step, model, 3)[0]) == 3
