@@ -90,6 +90,8 @@ def _command_line() -> str:
 
 def calibrate_command(command: CalibrateCommand) -> Result:
     problems = output_problems(command.output) if command.output is not None else []
+    if not command.plans:
+        problems.append(Problem("PLANS", "none", "plan files for the devices at hand", "name one or more"))
     if problems:
         raise SoapjaxError(problems)
     rows, measured, bases = [], [], []

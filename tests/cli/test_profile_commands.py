@@ -145,6 +145,10 @@ def one_device(*argv):
     return json.loads(ended.stdout)
 
 
+def test_calibrating_needs_a_plan():
+    refused("calibrate", "--model", "models.mlp", words=("PLANS", "plan files"))
+
+
 @pytest.mark.slow
 def test_one_device_is_timed_and_calibrated():
     planned = one_device("plan", "models.mlp", "--verify-top", 2, "--proposals", 16, "-o", "plan.json", *TINY)
