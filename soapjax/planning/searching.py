@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 
 from soapjax.helpers import interrupts
-from soapjax.search.chain.chain_programs import prepare_chains
+from soapjax.search.chain.compiling import prepare_chains
 from soapjax.search.descent.plainest import simplified
 from soapjax.search.front import Front, FrontPoint
 from soapjax.search.planners import BASELINES

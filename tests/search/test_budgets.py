@@ -8,7 +8,7 @@ import pytest
 from problems import case
 
 from soapjax.planning import entry
-from soapjax.search.chain.chain_programs import COMPILING, chain_programs
+from soapjax.search.chain.compiling import COMPILING, chain_programs
 from soapjax.search.chain.engine import Engine, engine_of
 from soapjax.search.chain.mcmc_planner import mcmc
 from soapjax.search.experts.baselines import BASELINES

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from soapjax.jit.array_types import Array
-from soapjax.search.chain.chain_programs import CHAINS_FROM, ChainPrograms
+from soapjax.search.chain.compiling import CHAINS_FROM, ChainPrograms
 from soapjax.search.chain.record import Record
 from soapjax.search.chain.starting_points import numpy_rng
 from soapjax.search.descent.assignments import Assignments

@@ -13,7 +13,7 @@ better for long starts again elsewhere. Costs are scaled by the best start, so t
 
 First the best start and a random one *descend* in moves of whole groups, and the better is *perturbed* (descending.py). Starts
 are the baselines, the additive optimum (dynamic_program.py) where it can be had in time, and random ones. Meanwhile the chains'
-programs are compiled (chain_programs.py), where no problem of the same sizes has needed them before, and the chains walk when
+programs are compiled (compiling.py), where no problem of the same sizes has needed them before, and the chains walk when
 perturbations no longer help, or their share of the time is over (descents.py); a search too short for that compiles none, and goes
 on with perturbations.
 A space with pins is searched without them first: pins tell devices apart, and a simulation takes several times as long. Time is
@@ -35,7 +35,7 @@ import numpy as np
 from soapjax.jit.array_types import Array
 from soapjax.jit.programs import threads
 from soapjax.search.chain.block_steps import Walker, exchange
-from soapjax.search.chain.chain_programs import chain_programs
+from soapjax.search.chain.compiling import chain_programs
 from soapjax.search.chain.descents import WHOLE_AFTER_FEWER, Descents, SearchRun, with_fewer_blocks
 from soapjax.search.chain.engine import Engine, engine_of
 from soapjax.search.chain.moves import State
