@@ -177,7 +177,7 @@ def program_folder() -> Path | None:
     said = os.environ.get("SOAPJAX_PROGRAM_CACHE", "")
     if said.lower() in ("off", "0", "no", "false"):
         return None
-    return Path(said) if os.path.isabs(said) else cached("programs")
+    return cached("programs") if said.lower() in ("", "on", "1", "yes", "true") else Path(said).absolute()
 
 
 def _own_device() -> jax.Device | None:

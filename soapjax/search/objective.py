@@ -77,6 +77,8 @@ class Objective:
 
     def __post_init__(self) -> None:
         values, problems = _read(self.name, self.max_bytes, self.max_memory, self.weights)
+        if self.is_time and not problems and any(map(math.isfinite, values[:2])):
+            problems.append(Problem("objective", "time with a limit", "an objective that has limits", "take objective mdpe"))
         if problems:
             raise SoapjaxError(problems)
         for field, value in zip(("max_bytes", "max_memory", "weights"), values, strict=True):

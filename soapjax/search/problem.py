@@ -146,7 +146,7 @@ class Judging(Protocol):
 
 
 class SearchResult(NamedTuple):
-    """`best` by cost among all that was consumed; `history` holds (proposals, seconds, best step time) as it improved."""
+    """`best` by cost among all that was consumed; `history` holds (proposals, seconds, lowest cost) as it improved."""
 
     best: Evaluation
     num_proposals: int

@@ -4,6 +4,7 @@ import hashlib
 import os
 import stat
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +81,14 @@ def test_nothing_is_kept_where_the_user_wants_none(folder, monkeypatch):
     assert program_folder() is None
     assert right(PlannerProgram(double_of_sines))
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("said, at", [("", None), ("on", None), ("/kept", "/kept"), ("kept", "kept")])
+def test_programs_are_kept_where_the_user_says(said, at, monkeypatch, tmp_path):
+    """A relative path, too, is a path."""
+    monkeypatch.setenv("SOAPJAX_CACHE", str(tmp_path))
+    monkeypatch.setenv("SOAPJAX_PROGRAM_CACHE", said)
+    assert program_folder() == (tmp_path / "programs" if at is None else Path.cwd() / at)
 
 
 def test_a_folder_that_cannot_be_made_is_no_harm(folder):

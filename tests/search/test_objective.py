@@ -83,6 +83,7 @@ WRONG = [
     (dict(name="mdpo"), "objective: got 'mdpo'; expected time or mdpe. Remedy: did you mean 'mdpe'"),
     (dict(name=3), "objective: got 3"),
     (dict(name="mdpe"), "mdpe without a limit"),
+    (dict(name="time", max_memory="10GB"), "time with a limit"),
     (dict(max_bytes=-1.0), "max_bytes: got -1.0; expected a positive size"),
     (dict(max_bytes="8 apples"), "max_bytes"),
     (dict(max_memory=0), "max_memory: got 0"),

@@ -112,7 +112,7 @@ def _copied(leaves: list[Any]) -> list[Any]:
     for k, x in enumerate(leaves):
         if k in fetched:
             # On CPUs what was fetched is the array's own memory.
-            copies.append(np.array(fetched[k]) if jax.default_backend() == "cpu" else fetched[k])
+            copies.append(np.array(fetched[k]) if all(d.platform == "cpu" for d in x.devices()) else fetched[k])
         elif isinstance(x, jax.Array):
             copies.append(x.copy())
         else:

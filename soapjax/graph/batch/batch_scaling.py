@@ -298,14 +298,16 @@ class _Scaler:
         for _ in range(3):  # a carry that starts as zero takes the power of what is added to it
             self.block(body, other.body)
             results = [self.read(a, b) for a, b in zip(body.outputs, other.body.outputs, strict=True)]
-            before = [self.found[i] for i in carried]
+            before = [self.found[i] for i in carried], len(self.data)
             for i, result in zip(carried, results, strict=False):
                 old = self.found[i]
                 if old.is_zero:
                     self.found[i] = result
                 elif not result.is_zero and old.power != result.power:
                     self.found[i] = UNKNOWN
-            if before == [self.found[i] for i in carried]:
+            for some in (self.data, self.smooth):
+                some.update(i for i, a in zip(carried, body.outputs, strict=False) if isinstance(a, int) and a in some)
+            if before == ([self.found[i] for i in carried], len(self.data)):
                 break
         finals = [self.found[i] for i in carried]
         self.found.update(zip(eqn.outputs, [*finals, *results[num_carry:]], strict=True))

@@ -20,7 +20,7 @@ _FREE = {
     "broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "dynamic_slice", "dynamic_update_slice",
     "concatenate", "stack", "unstack", "tile", "pad", "rev", "gather", "iota", "copy", "bitcast_convert_type", "stop_gradient",
     "optimization_barrier", "name", "random_wrap", "random_unwrap", "random_seed",
-    "random_fold_in", "random_split", "random_clone", "split", "sort", "top_k", "sharding_constraint", "reshard",
+    "random_fold_in", "random_split", "random_clone", "split", "sort", "top_k", "sharding_constraint", "reshard", "device_put",
     "scatter", "empty", "empty2",
 }  # fmt: skip
 # The most frequent of those that count one per element of the result.

@@ -23,7 +23,7 @@ class Record:
         self.began = self.best_elapsed = self.elapsed  # compiling the simulator is no lack of improvement
         self.lowest_s = first.cost
         self.candidates = [first.strategy]
-        self.history = [(0, self.elapsed, first.step_time_s)]
+        self.history = [(0, self.elapsed, first.cost)]
         self.notes: list[str] = []
 
     @property

@@ -134,9 +134,12 @@ def seeded_relaxation(problem: PlanningProblem, deadline: float = math.inf) -> R
 
     Raises: TimeoutError where it was not done by `deadline`, of `time.monotonic`.
     """
-    if not _last or _last[0].problem is not problem:
-        _last[:] = [relax(problem, max_candidates=MAX_CANDIDATES, seeds=seeds(problem), deadline=deadline)]
-    return _last[0]
+    for known in _last:
+        if known.problem is problem:
+            return known
+    made = relax(problem, max_candidates=MAX_CANDIDATES, seeds=seeds(problem), deadline=deadline)
+    _last[:] = [made]  # another thread may have a problem of its own
+    return made
 
 
 def tied_solution(
