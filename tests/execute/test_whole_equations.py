@@ -117,7 +117,7 @@ UNLIKE = {
 @pytest.mark.parametrize("name", UNLIKE)
 def test_a_loss_that_is_neither_a_mean_nor_a_sum_is_refused(name):
     """Of gradients: those of micro-batches give it neither in the mean nor in the sum."""
-    (s, x, y), grad = arguments(np.int32(0)), jax.grad(UNLIKE[name])
+    (s, x, y), grad = arguments(np.int32(0)), jax.jit(jax.grad(UNLIKE[name]))
     parts = [grad(s["p"], *part) for part in zip(np.split(x, 2), np.split(y, 2), strict=True)]
     added = jax.tree.map(lambda a, b: a + b, *parts)
     for scale in (1, 0.5):
