@@ -7,6 +7,8 @@ key and a step count do at the second call.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
@@ -21,12 +23,16 @@ from soapjax.execute.transfers.arrivals import place_all, require_arrays
 from soapjax.graph.trace.tracing import check_leaves, signature
 from soapjax.helpers.own_config import compiled_as_planned
 
-# Of every leaf at every call.
-_IS_DELETED, _COMMITTED = operator.methodcaller("is_deleted"), operator.attrgetter("committed")
+_COMMITTED = operator.attrgetter("committed")  # of every leaf of the state at every call
 
 
 class ShapesChanged(Exception):  # noqa: N818 - control flow, not an error for the user
     """The arguments have other shapes than the plan was made for."""
+
+
+@functools.cache
+def _is_array(kind: type) -> bool:
+    return issubclass(kind, jax.Array)
 
 
 def _takes_any(tree: Any, leaves: Sequence[Any]) -> bool:
@@ -56,7 +62,8 @@ def _refuse_parts(leaves: list[Any]) -> None:
 
 
 class CompiledStep:
-    """Calls cost what `jax.jit` costs: of every leaf only whether it is used up, and of state whether it is laid out, is looked at.
+    """Calls cost what `jax.jit` costs: all that is looked at of the leaves is whether state is laid out, and, on several devices,
+    whether any is used up.
 
     Args:
       program: the bound step and plan.
@@ -163,35 +170,45 @@ class CompiledStep:
 
     def __call__(self, *args: Any) -> Any:
         leaves = jax.tree_util.tree_leaves(args)
-        kinds = set(map(type, leaves))
-        if any(issubclass(t, jax.core.Tracer) for t in kinds):
+        if self._may_take(leaves):
+            try:
+                return self._call(self._compiled, args)
+            except (TypeError, ValueError, RuntimeError) as e:  # of what it was given: looked for leaf by leaf
+                if isinstance(e, jax.errors.JaxRuntimeError):
+                    raise
+        return self._looked_at(leaves, args)
+
+    def _may_take(self, leaves: list[Any]) -> bool:
+        """Whether the compiled program can be given them as they are, as far as it does not find out by itself in time.
+
+        What was used up one device refuses; of several, some have begun by then.
+        """
+        if self._compiled is None or self.spans_processes or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return False
+        donated = self._donated_of(leaves)
+        try:
+            is_own = all(map(_COMMITTED, donated)) and len(set(map(id, donated))) == len(donated)
+            return is_own and (self.program.mesh.size == 1 or not any(x.is_deleted() for x in leaves if _is_array(type(x))))
+        except (AttributeError, TypeError):  # no array of JAX, or one that is being traced
+            return False
+
+    def _looked_at(self, leaves: list[Any], args: tuple[Any, ...]) -> Any:
+        """A call with any arguments: laid out where they have to be, or refused in words."""
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
             self._require_shapes(args)
             _refuse_parts(leaves)
             with compiled_as_planned():
                 return self._call(self.jitted, args)
-        arrays = {t for t in kinds if issubclass(t, jax.Array)}
-        if jax.ShapeDtypeStruct in kinds or any(map(_IS_DELETED, [x for x in leaves if type(x) in arrays])):
-            paths = self.program.step.in_paths if len(leaves) == len(self._wanted) else ()
-            require_arrays(leaves, paths)
-        donated = self._donated_of(leaves)
-        is_foreign = not arrays.issuperset(map(type, donated)) or not all(map(_COMMITTED, donated))
-        comes_twice = len(set(map(id, donated))) < len(donated)
-        if is_foreign or comes_twice or self.spans_processes or self._compiled is None:
-            self._require_shapes(args)
-            args = self.place(*args) if self.spans_processes else self.place_state(*args)
-        if self._compiled is None:
-            self.compile()
+        require_arrays(leaves, self.program.step.in_paths if len(leaves) == len(self._wanted) else ())
+        check_leaves(args, self.program.step.in_names)
+        self._require_shapes(args)
+        args = self.place(*args) if self.spans_processes else self.place_state(*args)
+        self.compile()
         try:
-            if jax.config.jax_disable_jit:  # type: ignore[attr-defined]  # options are made at run time
-                with compiled_as_planned():
-                    return self._call(self._compiled, args)
-            return self._call(self._compiled, args)
+            with compiled_as_planned() if jax.config.jax_disable_jit else contextlib.nullcontext():  # type: ignore[attr-defined]
+                return self._call(self._compiled, args)
         except (TypeError, ValueError) as e:
-            if isinstance(e, SoapjaxError):
-                raise
-            check_leaves(args, self.program.step.in_names)
-            self._require_shapes(args)
-            if "sharding" not in str(e).lower() and "device" not in str(e).lower():
+            if isinstance(e, SoapjaxError) or "sharding" not in str(e).lower() and "device" not in str(e).lower():
                 raise
             # Committed to other devices (a data loader's device_put, say): place them, then run.
             return self._call(self._compiled, self.place(*args))
