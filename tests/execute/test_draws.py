@@ -3,6 +3,8 @@
 The oracle is plain JAX on one device: micro-batch by micro-batch, with its number folded into each key that is drawn from.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,8 @@ from soapjax.execute.compiled.pipeline_proof import verify_pipeline
 from soapjax.execute.compiled.proof import OpsCheck
 from soapjax.execute.parts.microbatches import micro_step
 from soapjax.graph.passes.build import build_graph
+from soapjax.graph.recompute import Recomputation
+from soapjax.graph.trace.tracing import trace
 from soapjax.planning.pipelining.given_pipeline import pipelined
 from soapjax.strategy.pipeline import Pipeline, Stage
 
@@ -152,6 +156,22 @@ def test_each_micro_batch_draws_its_own(schedule, stages, num, chunks, forward, 
     data = (lambda k: k) if raw else jax.random.key_data
     np.testing.assert_array_equal(data(new["key"]), data(wanted_key))  # what goes on is the step's own
     np.testing.assert_array_equal(mask, run.step.out_tree.unflatten(again)[1]["mask"])
+
+
+def test_what_a_plan_computes_again_draws_the_same():
+    """Masks that are not kept are drawn again in the backward pass, by the micro-batch's own keys."""
+    (state, batch), step = arguments(), step_of(layers)
+    with jax.enable_x64(True):
+        options = Recomputation(trace(step, state, batch))
+        recomputed = options.offered.intersection(itertools.chain(*options.closed.values()))
+        micro = micro_step(step, state, batch, num_microbatches=4, recomputed=recomputed)
+        pipeline = balanced_pipeline(build_graph(micro.step)[0], 1, num_microbatches=4, num_stages=1)
+        how = dict(pipeline=pipeline, topology="cpu8", donate=False, is_float64=True, recomputed=recomputed)
+        run = pipelined(step, state, batch, **how).streamed
+        _, (gradient,) = run.run(jax.tree_util.tree_leaves((state, batch)), with_gradients=True)
+        wanted, *_ = one_device(state, batch, 4, layers)
+    assert recomputed and len(micro.step.program.eqns) > len(trace(step, state, batch).program.eqns)
+    assert np.linalg.norm(np.asarray(gradient) - wanted) <= 1e-9 * np.linalg.norm(wanted)
 
 
 def test_the_proof_knows_what_a_micro_batch_draws():
