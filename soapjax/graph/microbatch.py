@@ -20,11 +20,12 @@ def sample_divisor(graph: OperatorGraph) -> int:
 
 
 def _of_batch(graph: OperatorGraph) -> list[list[bool]]:
-    """Of every operator which dims have the batch: sample dims whose size is a multiple of what all data have.
+    """Of every operator which dims have the batch: sample dims whose size is a multiple of what most data have.
 
-    Others are of what a loss draws or gathers within examples: positions that are masked, draws per example.
+    Others are of what a loss draws or gathers within examples: positions that are masked, or given, draws per example.
     """
-    batch = math.gcd(*data_sizes(graph).values()) or 1
+    sizes = list(data_sizes(graph).values())
+    batch = max(sizes, key=lambda n: (n > 1, sum(m % n == 0 for m in sizes), n), default=1)
     return [[d.kind == "S" and d.size % batch == 0 for d in op.dims] for op in graph.operators]
 
 

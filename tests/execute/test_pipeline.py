@@ -21,6 +21,7 @@ from soapjax.execute.parts.microbatches import micro_step
 from soapjax.execute.spmd.evaluator import ProgramEvaluator
 from soapjax.graph.microbatch import sample_divisor
 from soapjax.graph.passes.build import build_graph
+from soapjax.graph.trace.tracing import trace
 from soapjax.planning.pipelining.given_pipeline import pipelined
 from soapjax.strategy.pipeline import Pipeline, Stage
 from soapjax.strategy.schedules import in_flight
@@ -302,6 +303,29 @@ def test_weights_that_are_given_are_no_batch(step, width):
         whole = gradient(state, x, y)
         for a, b, c in zip(*map(jax.tree.leaves, (whole, *parts)), strict=True):
             np.testing.assert_allclose(a, (b + c) / 2, atol=1e-5)
+
+
+def test_positions_and_counters_beside_the_batch_are_no_batch():
+    """Nor counts that change their type: neither need be cut into as many parts."""
+
+    def step(state, positions, batch):
+        def loss_fn(w):
+            return ((jnp.tanh((batch["x"] + positions) @ w["a"]) @ w["b"] - batch["y"]) ** 2).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["w"])
+        w = jax.tree.map(lambda p, g: p - 0.1 * g, state["w"], grads)
+        return {"w": w, "seen": state["seen"] + (batch["x"] > 0).sum((0, 1)).astype(jnp.float32)}, loss
+
+    rng = np.random.default_rng(0)
+    w = {"a": rng.normal(size=(7, 12)), "b": rng.normal(size=(12, 5))}
+    arrays = {"w": w, "seen": np.zeros(7, np.int32)}, rng.normal(size=(6, 7)), {
+        "x": rng.normal(size=(8, 6, 7)), "y": rng.normal(size=(8, 6, 5))
+    }  # fmt: skip
+    given = jax.tree.map(lambda x: jnp.asarray(x, x.dtype if x.dtype == np.int32 else jnp.float32), arrays)
+    assert sample_divisor(build_graph(trace(step, *given))[0]) == 8
+    found = soap_shard(step, topology="cpu8", proposals=8, microbatches=4)(*given)
+    for a, b in zip(*map(jax.tree.leaves, (found, jax.jit(step)(*given))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_the_batch_is_what_all_leaves_of_an_argument_share():

@@ -19,6 +19,7 @@ from soapjax.graph.batch.batch_means import after_means
 from soapjax.graph.batch.batch_scaling import UNKNOWN, Scaling, sample_dims, scalings
 from soapjax.graph.batch.sample_mixing import SampleMixing
 from soapjax.graph.batch.whole_batch import BatchStatistic, Read, passed_on, statistics_read, with_given
+from soapjax.graph.trace.dataflow import follow
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
 from soapjax.graph.trace.tracing import TracedStep
 
@@ -175,12 +176,11 @@ def growth_of(
             read: (value, power) for read, value in reads.items()
             if (power := _power(found[value], one.avals[value])) is not None and (equations is None or read[0] in equations)
         }  # fmt: skip
-        first = max(max(one.avals), max(more.avals)) + 1
-        ids = {value: first + k for k, value in enumerate(dict.fromkeys(v for v, _ in whole.values()))}
-        given = {read: ids[value] for read, (value, _) in whole.items()}
-        one, more = with_given(one, given), with_given(more, given)
-        powers = {ids[value]: power for value, power in whole.values()}
-        return Growth(one, more, scalings(one, more, factor, powers, batch), batch, equations=equations, whole=whole)
+        growth = _with_statistics(one, more, factor, batch, equations, whole)
+        if beside := _read_for_results(growth, one):
+            whole = {read: of for read, of in whole.items() if read not in beside}
+            growth = _with_statistics(one, more, factor, batch, equations, whole)
+        return growth
 
     found = between(step, full, factor)
     if found.is_known or step.in_avals[batch_leaves[0]].shape[0] > 1:
@@ -197,6 +197,33 @@ def growth_of(
     values |= {v: w for v, w in ends if isinstance(v, int) and isinstance(w, int)}
     samples = more.in_avals[batch_leaves[0]].shape[0]
     return dataclasses.replace(between(two, more, samples / 2, equations), counterpart=values)
+
+
+def _with_statistics(
+    one: Program, more: Program, factor: float, batch: frozenset[int], equations: dict[str, str] | None,
+    whole: dict[Read, tuple[int, float]],
+) -> Growth:  # fmt: skip
+    """The growth of a step that reads `whole` of the whole batch."""
+    first = max(max(one.avals), max(more.avals)) + 1
+    ids = {value: first + k for k, value in enumerate(dict.fromkeys(v for v, _ in whole.values()))}
+    given = {read: ids[value] for read, (value, _) in whole.items()}
+    one, more = with_given(one, given), with_given(more, given)
+    powers = {ids[value]: power for value, power in whole.values()}
+    return Growth(one, more, scalings(one, more, factor, powers, batch), batch, equations=equations, whole=whole)
+
+
+def _read_for_results(growth: Growth, step: Program) -> set[Read]:
+    """Reads of a part of what the whole batch has, a count say, that lead to nothing but results of which it cannot be told how
+    they grow: a count and what there was before. Such a result is made of all samples (`of_all_samples`)."""
+    results = {o for o in step.outputs if isinstance(o, int)}
+    unknown = {o for o in results if growth.scaling.get(o, UNKNOWN).power is None}
+    found = set()
+    for (key, j), (_, power) in growth.whole.items():
+        if power != 0 and unknown:
+            follow(step, reached := set(next(e for e in step.leaves if e.key == key).outputs))
+            if reached & results and reached & results <= unknown:
+                found.add((key, j))
+    return found
 
 
 def _power(found: Scaling, aval: Any) -> float | None:
