@@ -188,7 +188,8 @@ class CompiledStep:
         donated = self._donated_of(leaves)
         try:
             is_own = all(map(_COMMITTED, donated)) and len(set(map(id, donated))) == len(donated)
-            return is_own and (self.program.mesh.size == 1 or not any(x.is_deleted() for x in leaves if _is_array(type(x))))
+            arrays = (x for x in leaves if _is_array(type(x)))  # type: ignore[arg-type]  # types are hashable
+            return is_own and (self.program.mesh.size == 1 or not any(x.is_deleted() for x in arrays))
         except (AttributeError, TypeError):  # no array of JAX, or one that is being traced
             return False
 
