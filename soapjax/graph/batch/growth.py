@@ -16,7 +16,7 @@ import jax
 
 from soapjax.errors import SoapjaxError
 from soapjax.graph.batch.batch_means import after_means
-from soapjax.graph.batch.batch_scaling import UNKNOWN, Scaling, sample_dims, scalings
+from soapjax.graph.batch.batch_scaling import UNKNOWN, Scaling, is_backward, sample_dims, scalings
 from soapjax.graph.batch.sample_mixing import SampleMixing
 from soapjax.graph.batch.whole_batch import BatchStatistic, Read, passed_on, statistics_read, with_given
 from soapjax.graph.trace.dataflow import follow
@@ -213,15 +213,17 @@ def _with_statistics(
 
 
 def _read_for_results(growth: Growth, step: Program) -> set[Read]:
-    """Reads of a part of what the whole batch has, a count say, that lead to nothing but results of which it cannot be told how
-    they grow: a count and what there was before. Such a result is made of all samples (`of_all_samples`)."""
+    """Reads of a part of what the whole batch has, a count say, that lead to no gradient, and to nothing but results that add it to
+    what grows otherwise: to what there was before. Such a result is made of all samples (`of_all_samples`)."""
+    unknown = {v for v, scaling in growth.scaling.items() if scaling.power is None and not scaling.is_zero}
     results = {o for o in step.outputs if isinstance(o, int)}
-    unknown = {o for o in results if growth.scaling.get(o, UNKNOWN).power is None}
     found = set()
     for (key, j), (_, power) in growth.whole.items():
-        if power != 0 and unknown:
+        if power != 0 and results & unknown:
             follow(step, reached := set(next(e for e in step.leaves if e.key == key).outputs))
-            if reached & results and reached & results <= unknown:
+            readers = [e for e in step.leaves if not reached.isdisjoint((*e.read, *e.outputs))]
+            is_other = any(is_backward(e) or unknown.intersection(e.read) - reached for e in readers)
+            if reached & results and reached & results <= unknown and not is_other:
                 found.add((key, j))
     return found
 
