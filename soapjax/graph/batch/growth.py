@@ -217,15 +217,18 @@ def _read_for_results(growth: Growth, step: Program) -> set[Read]:
     what grows otherwise: to what there was before. Such a result is made of all samples (`of_all_samples`)."""
     unknown = {v for v, scaling in growth.scaling.items() if scaling.power is None and not scaling.is_zero}
     results = {o for o in step.outputs if isinstance(o, int)}
-    found = set()
-    for (key, j), (_, power) in growth.whole.items():
-        if power != 0 and results & unknown:
-            follow(step, reached := set(next(e for e in step.leaves if e.key == key).outputs))
-            readers = [e for e in step.leaves if not reached.isdisjoint((*e.read, *e.outputs))]
-            is_other = any(is_backward(e) or unknown.intersection(e.read) - reached for e in readers)
-            if reached & results and reached & results <= unknown and not is_other:
-                found.add((key, j))
-    return found
+    if results.isdisjoint(unknown):
+        return set()
+    by_key = {e.key: e for e in step.leaves}
+
+    def is_for_results(key: str) -> bool:
+        follow(step, reached := set(by_key[key].outputs))
+        if not reached & results or not reached & results <= unknown:
+            return False
+        readers = (e for e in by_key.values() if not reached.isdisjoint((*e.read, *e.outputs)))
+        return not any(is_backward(e) or unknown.intersection(e.read) - reached for e in readers)
+
+    return {read for read, (_, power) in growth.whole.items() if power != 0 and is_for_results(read[0])}
 
 
 def _power(found: Scaling, aval: Any) -> float | None:
