@@ -30,10 +30,10 @@ def changed(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array |
 
     def decided(p, own, config, storage, layout, others, compute_s, state_bytes, n):
         work = jnp.zeros((compute_s.shape[0], 2, layout.shape[2]))
-        slots = slots_pass(p, own.records, *span(own, n, 0), config, Slots(layout, work), others)
+        slots = slots_pass(p, own.records, span(own, n, 0), config, Slots(layout, work), others)
         shards = jnp.ones_like(state_bytes)
-        stored = parameters_pass(p, own.records, *span(own, n, 1), storage[None], Stored(slots.layout, state_bytes, shards))
-        compute_s = tasks_pass(p, own.records, *span(own, n, 2), config, slots, stored.shards, compute_s)
+        stored = parameters_pass(p, own.records, span(own, n, 1), storage[None], Stored(slots.layout, state_bytes, shards))
+        compute_s = tasks_pass(p, own.records, span(own, n, 2), config, slots.work, stored.shards, compute_s)
         return stored.layout, compute_s, stored.state_bytes
 
     def on(p, own, config, layout, begun, n):

@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from soapjax.costs.incremental import Counts, Dependents, DoneWith, Results
 from soapjax.costs.rules.sets import MAX_AXES, decoded
 from soapjax.costs.tables.arrays import Bucket, CostArrays, Records, bucket_for, cost_arrays, need_of, records_of
 from soapjax.costs.tables.problem_tables import CostTables
-from soapjax.costs.whole import Evaluated, PerRecord, evaluate, nothing_yet
+from soapjax.costs.whole import Evaluated, evaluate, nothing_yet
 from soapjax.jit.programs import PlannerProgram
 from soapjax.strategy.configs import REPLICATE
 
 Array = np.ndarray
 LANES = 32  # strategies per call: one size, so that it is traced and compiled once
-OVER = 4  # the argument of `evaluate` that its results are written over
-MOST_KEPT = 4  # results of a bucket that nobody reads any more
+OVER = 5  # the argument of `evaluate` that its results are written over
 
 
 class Durations(NamedTuple):
@@ -98,14 +98,26 @@ def program(b: Bucket) -> PlannerProgram:
 
 
 @functools.cache
-def _done_with(b: Bucket) -> list[PerRecord]:
-    """Results of problems in a bucket that nobody reads any more: the next, of any of them, are written over these."""
-    return []
+def _done_with(b: Bucket) -> DoneWith:
+    return DoneWith()
 
 
 def forget_results() -> None:
-    """Frees them, up to 180 MB of large problems: nothing is to be planned for now."""
+    """Frees results that nobody reads any more, up to 250 MB of large problems: nothing is to be planned for now."""
     _done_with.cache_clear()
+
+
+class _Problem(NamedTuple):
+    arrays: CostArrays
+    records: Records
+    dependents: Dependents
+
+
+def _problem(arrays: CostArrays, records: Records) -> _Problem:
+    operators, parameters, tasks, _, _, rows, slots, _ = np.asarray(arrays.counts).tolist()
+    of_kinds = arrays.divisors, records.slot, records.parameter, records.task, records.row
+    dependents = Dependents(records, Counts(operators, slots, parameters, tasks, rows), Counts._make(map(len, of_kinds)))
+    return _Problem(jax.device_put(arrays), jax.device_put(records), dependents)
 
 
 class Evaluator:
@@ -114,8 +126,8 @@ class Evaluator:
     def __init__(self, tables: CostTables, bucket: Bucket | None = None):
         """`bucket` holds the problem; by default the smallest of the usual ones."""
         self.tables, self.bucket = tables, bucket or bucket_for(need_of(tables))
-        self.arrays = jax.device_put(cost_arrays(tables, self.bucket))
-        self.records = jax.device_put(records_of(tables, self.bucket))
+        self._whole = _problem(cost_arrays(tables, self.bucket), records_of(tables, self.bucket))
+        self.arrays, self.records = self._whole.arrays, self._whole.records
         self.program = program(self.bucket)
 
     def prepare(self) -> None:
@@ -123,24 +135,24 @@ class Evaluator:
         num_ops = self.tables.space.graph.num_operators
         none = np.full((1, num_ops, len(self.tables.links.axis_sizes)), REPLICATE, np.int8)
         strategies = self._lanes(none, np.zeros((1, num_ops), np.int8))
-        self.program.prepare(self.arrays, self.records, *strategies, nothing_yet(self.bucket, LANES))
+        todo = self._whole.dependents.everything()
+        self.program.prepare(self.arrays, self.records, *strategies, todo, nothing_yet(self.bucket, LANES))
 
-    def __call__(self, axes: Array, storage: Array) -> Evaluated:
+    def __call__(self, axes: Array, storage: Array) -> Results:
         """Of up to LANES strategies int8 [B, N, A] and [B, N]; the last one fills the lanes."""
-        return self.program(self.arrays, self.records, *self._lanes(axes, storage), self._over())
+        return self._found(self._whole, axes, storage)
 
-    def take_back(self, of: Evaluated) -> None:
+    def _found(self, of: _Problem, axes: Array, storage: Array) -> Results:
+        axes, storage = self._lanes(axes, storage)
+        over, changed = _done_with(self.bucket).take(of, axes, storage)
+        todo = of.dependents.everything() if changed is None else of.dependents.todo(changed)
+        over = nothing_yet(self.bucket, LANES) if over is None else over
+        found: Evaluated = self.program(of.arrays, of.records, axes, storage, todo, over)
+        return Results(**found._asdict(), problem=of, axes=axes, storage=storage)
+
+    def take_back(self, of: Results) -> None:
         """Nobody will read what a call found of single records."""
-        done_with = _done_with(self.bucket)
-        if len(done_with) < MOST_KEPT:
-            done_with.append(of.per_record)
-
-    def _over(self) -> PerRecord:
-        """What the next results are written over."""
-        try:
-            return _done_with(self.bucket).pop()
-        except IndexError:
-            return nothing_yet(self.bucket, LANES)
+        _done_with(self.bucket).add(of)
 
     def _lanes(self, axes: Array, storage: Array) -> tuple[Array, Array]:
         b, (count, num_ops, num_axes) = self.bucket, axes.shape
@@ -151,7 +163,7 @@ class Evaluator:
         padded_storage[:num_ops] = storage[lanes].T
         return padded_axes, padded_storage
 
-    def costs(self, of: Evaluated, lane: int) -> Costs:
+    def costs(self, of: Results, lane: int) -> Costs:
         """All figures of one of the strategies."""
         t, each, rows = self.tables, of.per_record, of.per_record.rows
         num_t, num_e, num_p = len(t.tensor_bytes), len(t.edge_task), len(t.parameter_op)
@@ -168,7 +180,7 @@ class Evaluator:
             is_sent=_own(rows.is_sent, lane, num_e),
         )  # fmt: skip
         return Costs(
-            durations=self._durations(of, lane), layouts=found, bytes_by_collective=np.asarray(of.sent)[:, lane],
+            durations=self._durations(of, lane), layouts=found, bytes_by_collective=self._sent(of, lane),
             sent_bytes=np.asarray(of.sent_bytes)[lane], memory_bytes=np.asarray(of.memory_bytes)[:, lane],
             penalty=np.asarray(of.violations)[lane], parts=parts, holders=self._holders(of, lane),
         )  # fmt: skip
@@ -180,18 +192,26 @@ class Evaluator:
         self.take_back(of)
         return found
 
-    def outline(self, of: Evaluated, lane: int) -> Outline:
+    def outline(self, of: Results, lane: int) -> Outline:
         """What is read quickly of one of the strategies."""
         count = len(self.tables.parameter_op)
         stored = self._layouts(self.tables.stored(np.asarray(of.per_record.layout)), lane, count)
-        return Outline(self._durations(of, lane), stored, np.asarray(of.sent)[:, lane], self._holders(of, lane))
+        return Outline(self._durations(of, lane), stored, self._sent(of, lane), self._holders(of, lane))
+
+    def _sent(self, of: Results, lane: int) -> Array:
+        """Bytes [6] by collective."""
+        t, each = self.tables, of.per_record
+        sent = np.concatenate(self._by_kind(each.rows.sent, lane))
+        pays, num_t = np.ones(len(sent), bool), len(t.tensor_bytes)
+        pays[num_t : num_t + len(t.edge_task)] = _own(each.previous, lane, len(t.edge_task)) < 0
+        return sent[pays].sum(axis=0, dtype=np.float64)
 
     def _layouts(self, sets: Any, lane: int, count: int) -> Array:
         return decoded(_own(sets, lane, count), len(self.tables.links.axis_sizes), self.bucket.dims)
 
-    def _durations(self, of: Evaluated, lane: int) -> Durations:
+    def _durations(self, of: Results, lane: int) -> Durations:
         return Durations(
-            _own(of.per_record.compute_s, lane, self.tables.num_tasks), *self._seconds(of.per_record.rows.paid_s, lane)
+            _own(of.per_record.compute_s, lane, self.tables.num_tasks), *self._seconds(of.per_record.paid_s, lane)
         )
 
     def _seconds(self, of_rows: Any, lane: int) -> list[Array]:
@@ -205,7 +225,7 @@ class Evaluator:
         ends = np.cumsum([len(t.tensor_bytes), len(t.edge_task), len(t.sum_task)])
         return np.split(_own(of_rows, lane, ends[-1]), ends[:-1])
 
-    def _holders(self, of: Evaluated, lane: int) -> Holders | None:
+    def _holders(self, of: Results, lane: int) -> Holders | None:
         t, each = self.tables, of.per_record
         if not self.bucket.groups:
             return None
@@ -216,21 +236,21 @@ class Evaluator:
         return Holders(compute=compute, resolve=resolve, reshard=reshard, sum=add, home=kept[0], copy=kept[1], stored=stored)
 
     @functools.cached_property
-    def _alone(self) -> tuple[CostArrays, Records]:
+    def _alone(self) -> _Problem:
         """The problem without tensors and reshards, so that of the rows the collectives inside tasks are left."""
         first, count = len(self.tables.tensor_bytes) + len(self.tables.edge_task), len(self.tables.sum_task)
         counts, row = np.array(self.arrays.counts), np.array(self.records.row)
         counts[3:6], row[:count] = (0, 0, count), row[first : first + count]
-        return jax.device_put((self.arrays._replace(counts=counts), self.records._replace(row=row)))
+        return _problem(self.arrays._replace(counts=counts), self.records._replace(row=row))
 
     def by_operator(self, axes: Array, storage: Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What depends on one operator, of up to LANES strategies: slots' layouts int8 [B, U, A], seconds [B, K] and [B, S, L]."""
         t, b, count = self.tables, self.bucket, len(axes)
-        of = self.program(*self._alone, *self._lanes(axes, storage), self._over())
+        of = self._found(self._alone, axes, storage)
         each, lanes = of.per_record, slice(count)
         of_lanes = (
             _own(each.layout, lanes, t.replicated_slot + 1), _own(each.compute_s, lanes, t.num_tasks),
-            _own(each.rows.paid_s, lanes, len(t.sum_task)),
+            _own(each.paid_s, lanes, len(t.sum_task)),
         )  # fmt: skip
         self.take_back(of)
         sets, compute_s, sums_s = (np.moveaxis(x, -1, 0) for x in of_lanes)

@@ -1,19 +1,20 @@
-"""What whole strategies cost: the rules (record_rules.py) applied to all records of a problem, Q strategies side by side.
+"""What whole strategies cost: the rules (record_rules.py) applied to the records of a problem, Q strategies side by side.
 
-Pure functions of a problem's arrays and of configs: compiled once for all problems of a bucket. Each loop is one kernel, whose
-lists have as many turns as the problem has entries.
+Pure functions of a problem's arrays and of configs: compiled once for all problems of a bucket. Each loop is one kernel, with
+as many turns as there are records to compute. Results are written over those of an earlier call: what these say already of
+operators that are as they were, in every lane, is kept (`Todo`).
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from soapjax.costs.memory.peak_memory import Lives, memory_of
+from soapjax.costs.rules.base import Listed, Span
 from soapjax.costs.rules.links import COLLECTIVES
 from soapjax.costs.rules.record_rules import (
     compute_s,
@@ -26,7 +27,7 @@ from soapjax.costs.rules.record_rules import (
     stored_layout,
     violations,
 )
-from soapjax.costs.rules.sets import SET, every, parts_of, union
+from soapjax.costs.rules.sets import DIGITS, SET, every, parts_of, union
 from soapjax.costs.tables.arrays import Bucket, CostArrays, Records, edge_of
 from soapjax.jit.array_types import Array
 from soapjax.jit.kernel import added, in_kernel, put, row
@@ -54,7 +55,7 @@ class Rows(NamedTuple):
     home: Array
     resolved: Array
     full_s: Array  # [X + 1, L, Q]: as if no copy were shared
-    paid_s: Array  # [X + 1, L, Q]
+    sent: Array  # [X + 1, 6, Q]: bytes by collective, as if no copy were shared
     full_bytes: Array  # [X + 1, G, Q]: what a device of each group sends, as if no copy were shared
     held: Array  # [T + 1, Q]
     copy: Array  # [E + 1, Q]
@@ -66,13 +67,16 @@ class Rows(NamedTuple):
 
 
 class PerRecord(NamedTuple):
-    """Of each slot, task, parameter, reader and row; what stands behind a problem's last means nothing."""
+    """Of each operator, slot, task, parameter, reader and row; what stands behind a problem's last means nothing."""
 
+    config: Array  # SET [N, C, Q]
     layout: Array  # SET [slots + 1, W, Q]
     compute_s: Array  # [K + 1, Q]
     on_compute: Array  # bool [K + 1, G, Q]
     rows: Rows
+    paid_s: Array  # [X + 1, L, Q]
     state_bytes: Array  # [P + 1, Q]
+    shards: Array  # [P + 1, Q]
     on_stored: Array  # bool [P + 1, G, Q]
     previous: Array  # int32 [E + 1, Q]: the last reader before it of the same copy, -1 where it pays
     memory: Array  # [K + 1, Q]: bytes while each task runs, of the device that holds most then
@@ -82,21 +86,30 @@ class Evaluated(NamedTuple):
     """All figures of Q strategies."""
 
     per_record: PerRecord
-    sent: Array  # [6, Q] bytes by collective
     memory_bytes: Array  # [4, Q], as in `Costs`
     sent_bytes: Array  # [Q]: by the device that sends most
     violations: Array  # int32 [Q]
 
 
-def slots_pass(p: CostArrays, records: Records, first: Array, count: Array, config: Array, begun: Slots, others: Array) -> Slots:
-    """Layouts of `count` slot records, and what their tasks compute and move.
+class Todo(NamedTuple):
+    """What is computed; results of other records are those that are written over."""
+
+    operators: Listed
+    slots: Listed
+    parameters: Listed
+    tasks: Listed
+    rows: Listed
+
+
+def slots_pass(p: CostArrays, records: Records, of: Span | Listed, config: Array, begun: Slots, others: Array) -> Slots:
+    """Layouts of some slots, and what their tasks compute and move.
 
     `config` [n, C, Q] by the records' operators; `others` [n, W] layouts that slots are copied from.
     """
     dims = p.row_shape.shape[1]
 
     def body(j: Array, state: Slots) -> Slots:
-        record, sizes = row(records.slot, first + j), row(records.slot_float, first + j)
+        record, sizes = row(records.slot, of.record(j)), row(records.slot_float, of.record(j))
         width = state.layout.shape[1]
         copied, place, task, op = (record[width + i] for i in range(4))
         start = jnp.where(copied >= 0, row(others, jnp.maximum(copied, 0)), jnp.zeros((), SET))
@@ -104,15 +117,15 @@ def slots_pass(p: CostArrays, records: Records, first: Array, count: Array, conf
         split = parts_of(p.mesh, union(layout[:dims]))
         return Slots(put(state.layout, place, layout), added(state.work, task, sizes[:, None] / split))
 
-    return lax.fori_loop(0, count, body, begun)
+    return lax.fori_loop(0, of.number, body, begun)
 
 
-def parameters_pass(p: CostArrays, records: Records, first: Array, count: Array, storage: Array, begun: Stored) -> Stored:
-    """Storages of `count` parameters; `storage` int8 [n, Q] by the records' operators."""
+def parameters_pass(p: CostArrays, records: Records, of: Span | Listed, storage: Array, begun: Stored) -> Stored:
+    """Storages of some parameters; `storage` int8 [n, Q] by the records' operators."""
     dims = p.row_shape.shape[1]
 
     def body(j: Array, state: Stored) -> Stored:
-        which, used, *places, op = (row(records.parameter, first + j)[i] for i in range(6))
+        which, used, *places, op = (row(records.parameter, of.record(j))[i] for i in range(6))
         axes = jnp.zeros((2, *storage.shape[1:]), SET)
         chosen = row(storage, op).astype(jnp.int32)
         axes = lax.fori_loop(
@@ -123,22 +136,23 @@ def parameters_pass(p: CostArrays, records: Records, first: Array, count: Array,
         layout = state.layout
         for place, one in zip(places, found, strict=True):
             layout = put(layout, place, one)
-        return Stored(layout, put(state.state_bytes, j, row(p.state_bytes, which) / shards), put(state.shards, j, shards))
+        bytes_, at = row(p.state_bytes, which) / shards, of.place(j)
+        return Stored(layout, put(state.state_bytes, at, bytes_), put(state.shards, at, shards))
 
-    return lax.fori_loop(0, count, body, begun)
+    return lax.fori_loop(0, of.number, body, begun)
 
 
 def tasks_pass(
-    p: CostArrays, records: Records, first: Array, count: Array, config: Array, slots: Slots, shards: Array, begun: Array
+    p: CostArrays, records: Records, of: Span | Listed, config: Array, work: Array, shards: Array, begun: Array
 ) -> Array:
-    """Seconds [n, Q] of `count` tasks, in the order of their records; `shards` [n, Q] by those of parameters."""
+    """Seconds [n, Q] of some tasks, by the `work` of their slots; `shards` [n, Q] by the records of parameters."""
 
     def body(j: Array, found: Array) -> Array:
-        which, updated, op = (row(records.task, first + j)[i] for i in range(3))
-        of = row(config, op), updated >= 0, row(shards, jnp.maximum(updated, 0))
-        return put(found, j, compute_s(p, which, row(slots.work, j), *of))
+        which, updated, op = (row(records.task, of.record(j))[i] for i in range(3))
+        split = row(config, op), updated >= 0, row(shards, jnp.maximum(updated, 0))
+        return put(found, of.place(j), compute_s(p, which, row(work, of.place(j)), *split))
 
-    return lax.fori_loop(0, count, body, begun)
+    return lax.fori_loop(0, of.number, body, begun)
 
 
 def sharing_pass(p: CostArrays, layout: Array, again: Array, begun: Array) -> Array:
@@ -167,106 +181,108 @@ def sharing_pass(p: CostArrays, layout: Array, again: Array, begun: Array) -> Ar
     return lax.fori_loop(0, p.counts[4], of_edge, begun)
 
 
-def rows_pass(
-    p: CostArrays, records: Records, layout: Array, previous: Array, begun: Rows
-) -> tuple[Rows, Array, Array]:
-    """All rows of a problem, and what is sent in them as they are paid: [6, Q] by collective, [G, Q] by a device of each group."""
-    num_t, q = p.counts[3], layout.shape[2]
-    t_pad = p.tensor_life.shape[0] - 1
+def rows_pass(p: CostArrays, records: Records, of: Listed, layout: Array, begun: Rows) -> Rows:
+    """Some rows of a problem, as if no copy were shared."""
+    num_t, t_pad = p.counts[3], p.tensor_life.shape[0] - 1
 
-    def body(x: Array, state: tuple[Rows, Array, Array]) -> tuple[Rows, Array, Array]:
-        rows, sent, sent_on = state
-        record = row(records.row, x)
-        of = row_costs(p, record, *(row(layout, record[i]) for i in range(1, 5)))
+    def body(j: Array, rows: Rows) -> Rows:
+        x = of.place(j)
+        record = row(records.row, of.record(j))
+        found = row_costs(p, record, *(row(layout, record[i]) for i in range(1, 5)))
         t = jnp.where(x < num_t, x, t_pad)
         e = edge_of(p, x)
-        pays = (row(previous, e) < 0).astype(jnp.float32)
-        rows = Rows(
-            raw=put(rows.raw, t, of.raw), home=put(rows.home, t, of.home), resolved=put(rows.resolved, t, of.resolved),
-            full_s=put(rows.full_s, x, of.seconds), paid_s=put(rows.paid_s, x, of.seconds * pays),
-            full_bytes=put(rows.full_bytes, x, of.sent_on), held=put(rows.held, t, of.held), copy=put(rows.copy, e, of.copy),
-            is_sent=put(rows.is_sent, e, of.is_sent), transient=put(rows.transient, t, of.transient),
-            waiting=put(rows.waiting, t, of.waiting), on=put(rows.on, x, of.on), on_kept=put(rows.on_kept, x, of.on_kept),
+        return rows._replace(
+            raw=put(rows.raw, t, found.raw), home=put(rows.home, t, found.home), resolved=put(rows.resolved, t, found.resolved),
+            full_s=put(rows.full_s, x, found.seconds), sent=put(rows.sent, x, found.sent),
+            full_bytes=put(rows.full_bytes, x, found.sent_on), held=put(rows.held, t, found.held),
+            copy=put(rows.copy, e, found.copy), is_sent=put(rows.is_sent, e, found.is_sent),
+            transient=put(rows.transient, t, found.transient), waiting=put(rows.waiting, t, found.waiting),
+            on=put(rows.on, x, found.on), on_kept=put(rows.on_kept, x, found.on_kept),
         )  # fmt: skip
-        return rows, sent + of.sent * pays, sent_on + of.sent_on * pays
 
-    nothing = jnp.zeros((len(COLLECTIVES), q)), jnp.zeros((p.group_digits.shape[1], q))
-    return lax.fori_loop(0, p.counts[5], body, (begun, *nothing))
+    return lax.fori_loop(0, of.number, body, begun)
+
+
+def paid_pass(p: CostArrays, previous: Array, full_s: Array, full_bytes: Array, begun: Array) -> tuple[Array, Array]:
+    """Seconds of all rows as they are paid [X + 1, L, Q], and what a device of each group sends in them [G, Q]."""
+
+    def body(x: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        paid_s, sent_on = state
+        pays = (row(previous, edge_of(p, x)) < 0).astype(jnp.float32)
+        return put(paid_s, x, row(full_s, x) * pays), sent_on + row(full_bytes, x) * pays
+
+    return lax.fori_loop(0, p.counts[5], body, (begun, jnp.zeros(full_bytes.shape[1:])))
 
 
 def on_pass(
-    p: CostArrays, records: Records, parameters: tuple[Array, Array], tasks: tuple[Array, Array], config: Array, layout: Array,
+    p: CostArrays, records: Records, parameters: Span | Listed, tasks: Span | Listed, config: Array, layout: Array,
     begun: tuple[Array, Array],
 ) -> tuple[Array, Array]:  # fmt: skip
-    """The device groups that compute tasks and that store parameters, bool [n, G, Q] each, in the order of their records.
+    """The device groups that compute some tasks and that store some parameters, bool [n, G, Q] each.
 
-    `parameters` and `tasks` are the first of the records and their number, `begun` two arrays of that kind.
+    They are put into `begun`, two arrays of that kind.
     """
     op_dims = p.divisors.shape[1]
 
     def stored(j: Array, found: Array) -> Array:
-        return put(found, j, holders(p, row(layout, row(records.parameter, parameters[0] + j)[2])))
+        return put(found, parameters.place(j), holders(p, row(layout, row(records.parameter, parameters.record(j))[2])))
 
-    on_stored = lax.fori_loop(0, parameters[1], stored, begun[1])
+    on_stored = lax.fori_loop(0, parameters.number, stored, begun[1])
 
     def task(j: Array, found: Array) -> Array:
-        _, updated, op = (row(records.task, tasks[0] + j)[i] for i in range(3))
+        _, updated, op = (row(records.task, tasks.record(j))[i] for i in range(3))
         of_op = on_groups(p, row(config, op)[op_dims:])
-        return put(found, j, jnp.where(updated >= 0, row(on_stored, jnp.maximum(updated, 0)), of_op))
+        return put(found, tasks.place(j), jnp.where(updated >= 0, row(on_stored, jnp.maximum(updated, 0)), of_op))
 
-    return lax.fori_loop(0, tasks[1], task, begun[0]), on_stored
+    return lax.fori_loop(0, tasks.number, task, begun[0]), on_stored
 
 
-def evaluate(p: CostArrays, records: Records, axes: Array, storage: Array, over: PerRecord) -> Evaluated:
+def evaluate(p: CostArrays, records: Records, axes: Array, storage: Array, todo: Todo, over: PerRecord) -> Evaluated:
     """Of strategies int8 [N, A, Q] and [N, Q], in the sizes of the problem's bucket. Pure.
 
-    `over` is what an earlier call on any problem of the bucket gave, or `nothing_yet`: every entry of the problem is written
-    anew, and what stands behind them is left alone. Zeroing it all takes longer than the rules do where a problem is small.
+    `over` is what an earlier call on any problem of the bucket gave, or `nothing_yet`: the entries in `todo` are written
+    anew, and others left alone; those of the problem have to be right. Zeroing it all takes longer than the rules do where a
+    problem is small.
     """
     q = storage.shape[1]
-    num_k, num_p = over.compute_s.shape[0], over.state_bytes.shape[0]
-    width, zero = p.row_fixed.shape[1], jnp.int32(0)
+    num_k, width = over.compute_s.shape[0], p.row_fixed.shape[1]
 
-    def configs(p, axes):
-        columns = jax.eval_shape(config_of, p, axes[0]).shape[0]
-        begun = jnp.zeros((axes.shape[0], columns, q), SET)
-        return lax.fori_loop(0, p.counts[0], lambda n, found: put(found, n, config_of(p, row(axes, n))), begun)
+    def configs(p, of, axes, begun):
+        def one(j, found):
+            return put(found, of.place(j), config_of(p, row(axes, of.record(j))))
 
-    def slots(p, records, config, layout):
+        return lax.fori_loop(0, of.number, one, begun)
+
+    def slots(p, records, of, config, layout):
         begun = Slots(layout, jnp.zeros((num_k, 2, q)))
-        return slots_pass(p, records, zero, p.counts[6], config, begun, jnp.zeros((1, width), SET))
-
-    def parameters(p, records, storage, layout, state_bytes):
-        return parameters_pass(p, records, zero, p.counts[1], storage, Stored(layout, state_bytes, jnp.ones((num_p, q))))
-
-    def tasks(p, records, config, slots, shards, begun):
-        return tasks_pass(p, records, zero, p.counts[2], config, slots, shards, begun)
-
-    def on(p, records, config, layout, *begun):
-        return on_pass(p, records, (zero, p.counts[1]), (zero, p.counts[2]), config, layout, begun)
+        return slots_pass(p, records, of, config, begun, jnp.zeros((1, width), SET))
 
     def bad(p, config):
         return lax.fori_loop(0, p.counts[0], lambda n, v: v + violations(p, n, row(config, n)), jnp.zeros(q, jnp.int32))
 
-    config = in_kernel(configs, p, axes)
-    found = in_kernel(slots, p, records, config, over.layout)
-    stored = in_kernel(parameters, p, records, storage, found.layout, over.state_bytes)
-    seconds = in_kernel(tasks, p, records, config, found, stored.shards, over.compute_s)
+    config = in_kernel(configs, p, todo.operators, axes, over.config)
+    found = in_kernel(slots, p, records, todo.slots, config, over.layout)
+    begun = Stored(found.layout, over.state_bytes, over.shards)
+    stored = in_kernel(parameters_pass, p, records, todo.parameters, storage, begun)
+    seconds = in_kernel(tasks_pass, p, records, todo.tasks, config, found.work, stored.shards, over.compute_s)
+    rows = in_kernel(rows_pass, p, records, todo.rows, stored.layout, over.rows)
     previous = in_kernel(sharing_pass, p, stored.layout, gathers_again(p, storage), over.previous)
-    rows, sent, sent_on = in_kernel(rows_pass, p, records, stored.layout, previous, over.rows)
+    paid_s, sent_on = in_kernel(paid_pass, p, previous, rows.full_s, rows.full_bytes, over.paid_s)
     on_compute, on_stored = over.on_compute, over.on_stored
     if p.has_pins:
-        on_compute, on_stored = in_kernel(on, p, records, config, stored.layout, on_compute, on_stored)
+        on_compute, on_stored = in_kernel(
+            on_pass, p, records, todo.parameters, todo.tasks, config, stored.layout, (on_compute, on_stored)
+        )  # fmt: skip
     lives = Lives(
         held=rows.held, copy=rows.copy, is_sent=rows.is_sent, transient=rows.transient, waiting=rows.waiting, previous=previous,
         on=rows.on, on_kept=rows.on_kept,
     )  # fmt: skip
     memory, curve = in_kernel(memory_of, p, lives, stored.state_bytes, on_stored, over.memory)
     each = PerRecord(
-        layout=stored.layout, compute_s=seconds, on_compute=on_compute, rows=rows, state_bytes=stored.state_bytes,
-        on_stored=on_stored, previous=previous, memory=curve,
+        config=config, layout=stored.layout, compute_s=seconds, on_compute=on_compute, rows=rows, paid_s=paid_s,
+        state_bytes=stored.state_bytes, shards=stored.shards, on_stored=on_stored, previous=previous, memory=curve,
     )  # fmt: skip
-    return Evaluated(each, sent, memory_bytes=memory, sent_bytes=sent_on.max(0), violations=in_kernel(bad, p, config))
+    return Evaluated(each, memory_bytes=memory, sent_bytes=sent_on.max(0), violations=in_kernel(bad, p, config))
 
 
 def nothing_yet(b: Bucket, lanes: int) -> PerRecord:
@@ -283,15 +299,17 @@ def nothing_yet(b: Bucket, lanes: int) -> PerRecord:
     def truths(count: int, truth: bool) -> np.ndarray:
         return np.full((count, groups, lanes), truth)
 
+    columns = b.op_dims + (1 + DIGITS if b.groups else 0)
     of_rows = Rows(
         raw=layouts(tensors), home=layouts(tensors), resolved=layouts(tensors), full_s=zeros(rows, b.levels),
-        paid_s=zeros(rows, b.levels), full_bytes=zeros(rows, groups), held=zeros(tensors), copy=zeros(edges),
+        sent=zeros(rows, len(COLLECTIVES)), full_bytes=zeros(rows, groups), held=zeros(tensors), copy=zeros(edges),
         is_sent=zeros(edges, dtype=bool), transient=zeros(tensors), waiting=zeros(tensors, 2), on=truths(rows, False),
         on_kept=truths(rows, False),
     )  # fmt: skip
     alike = not b.groups  # all devices do the same
     return PerRecord(
-        layout=layouts(b.slots + 1), compute_s=zeros(tasks), on_compute=truths(tasks, alike), rows=of_rows,
-        state_bytes=zeros(parameters), on_stored=truths(parameters, alike), memory=zeros(tasks),
+        config=zeros(b.operators, columns, dtype=np.int16), layout=layouts(b.slots + 1), compute_s=zeros(tasks),
+        on_compute=truths(tasks, alike), rows=of_rows, paid_s=zeros(rows, b.levels), state_bytes=zeros(parameters),
+        shards=zeros(parameters) + 1, on_stored=truths(parameters, alike), memory=zeros(tasks),
         previous=np.full((edges, lanes), -1, np.int32),
     )  # fmt: skip

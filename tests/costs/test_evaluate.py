@@ -98,10 +98,10 @@ def of_the_problem(c, of):
     t, each = c.tables, of.per_record
     counts = np.cumsum([len(t.tensor_bytes), len(t.edge_task), len(t.sum_task)])
     rows = {name: np.asarray(x) for name, x in each.rows._asdict().items()}
-    sizes = {"full_s": counts[2], "paid_s": counts[2], "full_bytes": counts[2], "on": counts[2], "on_kept": counts[2]}
+    sizes = {"full_s": counts[2], "sent": counts[2], "full_bytes": counts[2], "on": counts[2], "on_kept": counts[2]}
     sizes |= dict.fromkeys(("copy", "is_sent"), len(t.edge_task))
     own = {name: x[: sizes.get(name, counts[0])] for name, x in rows.items()}
-    figures = of.sent, of.memory_bytes, of.sent_bytes, of.violations, each.previous[: len(t.edge_task)]
+    figures = each.paid_s[: counts[2]], of.memory_bytes, of.sent_bytes, of.violations, each.previous[: len(t.edge_task)]
     records = each.layout[: t.replicated_slot + 1], each.compute_s[: t.num_tasks]
     return own, *map(np.asarray, (*figures, *records))
 

@@ -82,7 +82,35 @@ def nothing_changed(p: CostArrays, sizes: OwnSizes, lanes: int) -> Change:
     )  # fmt: skip
 
 
-def span(own: OwnRecords, n: Array, kind: int) -> tuple[Array, Array]:
-    """First and number of an operator's slots, parameters, tasks, rows or groups."""
+class Span(NamedTuple):
+    """Records that follow one another, computed into a buffer of their own: from 0 on."""
+
+    first: Array  # int32 []
+    number: Array  # int32 []
+
+    def record(self, j: Array) -> Array:
+        """Which one the j-th is."""
+        return self.first + j
+
+    def place(self, j: Array) -> Array:
+        """Where what it gives is put."""
+        return j
+
+
+class Listed(NamedTuple):
+    """Some records of the whole graph, each computed into a place of its own."""
+
+    order: Array  # int32 [n]: they are the first `number`
+    number: Scalar  # int32 []
+
+    def record(self, j: Array) -> Array:
+        return row(self.order, j)
+
+    def place(self, j: Array) -> Array:
+        return row(self.order, j)
+
+
+def span(own: OwnRecords, n: Array, kind: int) -> Span:
+    """An operator's slots, parameters, tasks, rows or groups."""
     found = row(own.spans, n)[kind]
-    return found[0], found[1]
+    return Span(found[0], found[1])

@@ -116,7 +116,7 @@ def base_of(b: Bucket, each: PerRecord, lane: int, axes: np.ndarray, storage: np
 
     return Base(
         axes=padded_axes, storage=padded_storage, layout=one(each.layout), compute_s=one(each.compute_s), full_s=one(rows.full_s),
-        paid_s=one(rows.paid_s), sent=one(rows.full_bytes), previous=one(each.previous), held=one(rows.held),
+        paid_s=one(each.paid_s), sent=one(rows.full_bytes), previous=one(each.previous), held=one(rows.held),
         copy=one(rows.copy), is_sent=one(rows.is_sent), transient=one(rows.transient), waiting=one(rows.waiting),
         state_bytes=one(each.state_bytes), on=one(rows.on), on_kept=one(rows.on_kept), on_compute=one(each.on_compute),
         on_stored=one(each.on_stored),

@@ -136,6 +136,16 @@ class Assignments:
         """How many moves assign one value or one dim on one axis, or one storage, to one set of operators."""
         return len(self.values_of_sets) + len(self.storages_of_sets) + len(self.dims_of_modules)
 
+    def swept(self, rng: np.random.Generator) -> np.ndarray:
+        """All moves of `single` in random order, those of one set or one module one after the other.
+
+        Strategies that are judged together then differ in few operators: the others are not computed again (incremental.py).
+        """
+        firsts = self.values_of_sets[:, 0], self.owning[self.storages_of_sets[:, 0]], self.dims_of_modules[:, 0] + len(self.movable)
+        of = np.concatenate(firsts)
+        place = rng.permutation(of.max(initial=0) + 1)[of]
+        return np.lexsort([rng.random(len(of)), place])
+
     def single(self, strategy: Strategy, which: np.ndarray) -> list[Strategy]:
         """`strategy` after each of these moves, numbers below `num_single`."""
         before = np.broadcast_to(strategy.axes, (len(which), *strategy.axes.shape))

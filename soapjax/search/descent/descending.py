@@ -1,9 +1,9 @@
 """Where chains begin, made good before they walk: descents in moves of many operators at once (assignments.py).
 
-A round takes a batch of strategies that were not judged before, half from random draws and half from a *sweep*: every value on
-every axis of every group, and every storage, one after the other in random order. It simulates them in full and takes
-the best if it is better; what else was better is tried on top of it in the next round. Where a whole sweep has not helped, some of
-what it tried may help together (trades.py).
+A round takes a batch of strategies that were not judged before, from random draws or from a *sweep*: every value on
+every axis of every group, and every storage, one group after the other in random order. It simulates them and takes
+the best if it is better; what else was better is tried on top of it in the next round. What has helped goes on, sweep or draws;
+what has not gives way to the other. Where a whole sweep has not helped, some of what it tried may help together (trades.py).
 
 Where that has not helped either, *perturbations* follow (iterated local search: Lourenço, Martin, Stützle 2003), of four kinds:
 
@@ -33,6 +33,9 @@ from soapjax.search.problem import Evaluation, Judging
 from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.configs import Strategy
 
+# Rounds in a row without an improvement after which draws follow the sweep, and the sweep draws. A round of the sweep is of a few
+# sets of operators, so that little is computed anew: three of them take as long as one of draws.
+SWEPT_ROUNDS, DRAWN_ROUNDS = 3, 1
 PATIENCE = 24  # rounds without an improvement and with the sweep at its end, after which a descent is over
 PERTURBED_MOVES = (2, 5)  # of one small perturbation, at least and at most
 PERTURBED_PATIENCE = 6  # of the descent after a small perturbation
@@ -60,7 +63,8 @@ class Descent:
         self.has_traded = False
         self.quiet = 0
         self.is_over = False
-        self.order = rng.permutation(self.moves.num_single if sweeps else 0)  # of the moves of a sweep
+        self.is_sweeping, self.failed = False, 0  # rounds in a row without an improvement
+        self.order = self.moves.swept(rng) if sweeps else np.zeros(0, np.int64)  # of the moves of a sweep
         self.next = self.since = 0  # of the sweep, and how many of its moves did not help
 
     def round(self, limit: int = BATCH) -> int:
@@ -73,6 +77,9 @@ class Descent:
         self.leaner.offer(found)
         better = [e.strategy for e in found if e.cost < self.best.cost][:_MOST_MERGED]
         self.merged = overlaid(self.best.strategy, better)
+        self.failed = 0 if better else self.failed + 1
+        if self.failed >= (SWEPT_ROUNDS if self.is_sweeping else DRAWN_ROUNDS):
+            self.is_sweeping, self.failed = not self.is_sweeping, 0
         self.quiet = 0 if better else self.quiet + 1
         self.since = 0 if better else self.since
         self.drawn = [] if better else self.drawn
@@ -89,10 +96,11 @@ class Descent:
         self.has_traded, self.is_over = True, not self.merged
 
     def _fresh(self, count: int) -> list[Strategy]:
-        """Up to `count` strategies that were not judged before: what was merged, then half of the sweep and half draws."""
+        """Up to `count` strategies that were not judged before: what was merged, then the sweep or draws."""
         found = self._unseen(self.merged[:count])
         self.merged = []
-        found += self._swept(-(-(count - len(found)) // 2))
+        if self.is_sweeping:
+            found += self._swept(count - len(found))
         return found + self._random(count - len(found))
 
     def _unseen(self, strategies: list[Strategy]) -> list[Strategy]:
