@@ -218,6 +218,12 @@ def _compiled(
     return compiled, True
 
 
+def know_surroundings() -> None:
+    """Reads what names of programs on disk are made of, once for all."""
+    if program_folder() is not None:
+        _source(), _surroundings()
+
+
 @functools.cache
 def _source() -> str:
     """The sum of what programs with names are made of."""

@@ -1,22 +1,25 @@
-"""The simulator's programs, compiled while a step is traced.
+"""The search's programs, compiled or loaded while a step is traced.
 
 They are the same for all problems of a bucket. So a problem of one product, padded to the bucket that a step with so many arguments
 usually needs, has them compiled, or loaded, in a thread. Where a step turns out to need another one, they are there for the next.
+Of the chains' programs, which take longer to compile, those that are on disk are loaded.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 
 from soapjax.costs.tables.arrays import bucket_for, need_of
-from soapjax.costs.tables.problem_tables import cost_tables
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import TracedStep, trace
 from soapjax.helpers.own_config import on_cpu
-from soapjax.jit.programs import threads
+from soapjax.jit.programs import know_surroundings, threads
+from soapjax.search.chain.engine import engine_of
+from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.simulator import Simulator
 from soapjax.strategy.space import search_space
 from soapjax.topology import DeviceTopology, factor_mesh
@@ -26,18 +29,34 @@ from soapjax.topology import DeviceTopology, factor_mesh
 SLOTS_PER_LEAF = 6
 
 
-def prepare_simulator(num_leaves: int, topology: DeviceTopology) -> None:
-    """Begins to compile the programs for steps without pins whose arguments have so many leaves."""
+def begin_programs(num_leaves: int, topology: DeviceTopology, *, walks: bool) -> None:
+    """Begins to compile or load the programs for steps without pins whose arguments have so many leaves; chains' where one `walks`.
+
+    What is Python is done at once: a thread beside tracing, which is all Python, waits at every file that it reads.
+    """
+    with on_cpu():
+        problem = problem_like(num_leaves, topology)
+        engine = engine_of(problem)
+    know_surroundings()
+
+    @on_cpu()
+    def prepare() -> None:
+        problem.simulator.prepare()
+        if walks:
+            engine.is_at_hand()
+
     pool = threads(1)
-    pool.submit(on_cpu()(simulator_like(num_leaves, topology).prepare))
+    pool.submit(prepare)
     pool.shutdown(wait=False)
 
 
-def simulator_like(num_leaves: int, topology: DeviceTopology) -> Simulator:
-    """A simulator with the programs that a step with so many leaves usually needs; of a product alone."""
+def problem_like(num_leaves: int, topology: DeviceTopology) -> PlanningProblem:
+    """A problem whose programs are those that a step with so many leaves usually needs; of a product alone."""
     graph, _ = build_graph(_product())
-    tables = cost_tables(graph, search_space(graph, factor_mesh(topology)), topology)
-    return Simulator(tables, bucket_for(need_of(tables)._replace(slots=SLOTS_PER_LEAF * num_leaves)))
+    problem = PlanningProblem.make(graph, search_space(graph, factor_mesh(topology)), topology)
+    tables = problem.simulator.tables
+    bucket = bucket_for(need_of(tables)._replace(slots=SLOTS_PER_LEAF * num_leaves))
+    return dataclasses.replace(problem, simulator=Simulator(tables, bucket))
 
 
 @functools.cache

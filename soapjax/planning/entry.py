@@ -26,7 +26,7 @@ from soapjax.helpers import interrupts
 from soapjax.helpers.own_config import on_cpu, own_configuration
 from soapjax.helpers.sizes import size
 from soapjax.planning.compile_check import checked, compiled_plan, devices_to_compile_for
-from soapjax.planning.early_programs import prepare_simulator
+from soapjax.planning.early_programs import begin_programs
 from soapjax.planning.page_data import extras_of
 from soapjax.planning.profiling import compute_figures
 from soapjax.planning.remarks import repeated_remarks, structure_remarks
@@ -97,7 +97,7 @@ def plan_one_program(request: PlanRequest, fn: Callable[..., Any], *args: Any, k
     planner = get_planner(asked.planner, space=asked.space)
     given = given_arguments(asked, fn, args)
     if not has_pins(asked.space):
-        prepare_simulator(len(jax.tree.leaves(given)), asked.topology)
+        begin_programs(len(jax.tree.leaves(given)), asked.topology, walks=asked.planner == "mcmc")
     step = trace(fn, *args, **asked.tracing)
     deadline = math.inf if asked.seconds is None else time.monotonic() + asked.seconds
     axis_names = factor_mesh(topology).axis_names
