@@ -56,10 +56,10 @@ import soapjax
 from soapjax.costs.evaluate import Durations
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.planning.entry import planning_problem
-from soapjax.search.chain.block_steps import MOST_BLOCKS, draws
+from soapjax.search.chain.block_steps import MOST_BLOCKS, UNIFORMS, draws
 from soapjax.search.chain.engine import Engine
 from soapjax.search.chain.mcmc_planner import BETAS, BLOCKS_PER_ROUND, ROUNDS_PER_LEAP, mcmc
-from soapjax.search.chain.moves import State
+from soapjax.search.chain.moves import NUM_UNIFORMS, State
 from soapjax.search.chain.starting_points import starts
 from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.simulate.event import simulate
@@ -96,15 +96,16 @@ class Proposals(NamedTuple):
 
 def draw(engine: Engine, at: Any, num_blocks: int) -> Proposals:
     rng = np.random.default_rng(1)
-    keys = rng.integers(0, 2**32, (num_blocks, 2), np.uint32)
-    drawn = jax.jit(jax.vmap(draws, (None, 0, None, None)))(engine.moves, keys, at.base.axes, at.base.storage)
+    uniforms = rng.random((num_blocks, UNIFORMS), np.float32)
+    drawn = jax.jit(jax.vmap(draws, (None, 0, None, None)))(engine.moves, uniforms, at.base.axes, at.base.storage)
     num_ops, num_axes = engine.problem.graph.num_operators, engine.problem.space.num_axes
     n, axes, storage = (np.asarray(x) for x in drawn[:3])
     axes, storage = axes.transpose(0, 2, 1)[:, : engine.steps, :num_axes], storage[:, : engine.steps]
     # The search leaps up to BATCH steps in one of ROUNDS_PER_LEAP rounds of BLOCKS_PER_ROUND blocks.
     num_leaps = max(1, round(BATCH * num_blocks / (BLOCKS_PER_ROUND * ROUNDS_PER_LEAP)))
     state = State(at.base.axes, at.base.storage)
-    some = [engine.programs.leaps(engine.moves, rng.integers(0, 2**32, 2, np.uint32), state) for _ in range(-(-num_leaps // BATCH))]
+    drawn_leaps = rng.random((-(-num_leaps // BATCH), BATCH, NUM_UNIFORMS), np.float32)
+    some = [engine.programs.leaps(engine.moves, uniforms, state) for uniforms in drawn_leaps]
     leaps = State(*(np.concatenate(x)[:num_leaps] for x in zip(*some, strict=True)))
     return Proposals(n, axes, storage, State(leaps.axes[:, :num_ops, :num_axes], leaps.storage[:, :num_ops]))
 

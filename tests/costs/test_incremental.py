@@ -1,4 +1,4 @@
-"""What is kept from one call to the next: strategies alike, lane by lane, are judged as if they were judged anew, with less work."""
+"""What is kept from one call to the next: strategies that are alike, lane by lane, are judged as if anew, with less work."""
 
 import jax
 import numpy as np

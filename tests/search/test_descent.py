@@ -182,6 +182,9 @@ class _Tight:
             found.append(Evaluation(s, time_s, memory, fits, time_s if fits else 3 * time_s))
         return found
 
+    def swept(self, rng):
+        return rng.permutation(self.num_single)
+
     def single(self, strategy, which):
         moved = [Strategy(strategy.axes.copy(), strategy.storage) for _ in which]
         for s, k in zip(moved, which, strict=True):

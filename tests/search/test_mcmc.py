@@ -11,7 +11,7 @@ import pytest
 
 import soapjax
 from soapjax.planning.entry import planning_problem
-from soapjax.search.chain.block_steps import LANES, MOST_BLOCKS, Walker, draws, exchange
+from soapjax.search.chain.block_steps import LANES, UNIFORMS, Walker, draws, exchange
 from soapjax.search.chain.engine import Engine
 from soapjax.search.chain.mcmc_planner import NUM_CHAINS, WITHOUT_PINS, mcmc
 from soapjax.search.chain.moves import NUM_UNIFORMS, State, leap, move_tables
@@ -121,13 +121,13 @@ def test_chain_is_the_plain_one(step_problem):
     engine = Engine(step_problem, base.cost)
     walker = engine.walker(base.strategy, 1.0)
     beta, rng = 20.0, np.random.default_rng(7)
-    keys = np.random.default_rng(7).integers(0, 2**32, (MOST_BLOCKS, 2), np.uint32)
+    uniforms = np.random.default_rng(7).random((12, UNIFORMS), np.float32)
     axes, storage, now, accepted, taken = base.strategy.axes.copy(), base.strategy.storage.copy(), 1.0, 0, 0
     num_ops, num_axes = axes.shape
     drawing = jax.jit(draws)
     for block in range(12):
         padded = walker.at.base.axes.at[:num_ops, :num_axes].set(axes), walker.at.base.storage.at[:num_ops].set(storage)
-        drawn = jax.tree.map(np.asarray, drawing(engine.moves, keys[block], *padded))
+        drawn = jax.tree.map(np.asarray, drawing(engine.moves, uniforms[block], *padded))
         n, proposals = int(drawn.operator), []
         for a, s in zip(drawn.axes.T[: engine.steps], drawn.storage, strict=False):
             proposed = Strategy(axes.copy(), storage.copy())

@@ -15,17 +15,16 @@ import numpy as np
 from jax import lax
 
 from soapjax.costs.memory.memory_change import Alive
+from soapjax.costs.rules import sets
 from soapjax.costs.rules.base import Base
-from soapjax.costs.rules.sets import DIGITS
 from soapjax.costs.tables.arrays import Bucket
 from soapjax.jit.array_types import Array, Scalar
 from soapjax.jit.kernel import in_kernel, put, row
 from soapjax.jit.programs import PlannerProgram
-from soapjax.search.chain.moves import NUM_UNIFORMS, MoveTables, State, choices_of, leap, pick
+from soapjax.search.chain.moves import MoveTables, State, choices_of, leap, pick
 from soapjax.search.chain.neighbourhood import Judged, Position, Sizes, Tables, judge, move, position, scratch_of
 from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.simulated_trace import Trace
-from soapjax.simulate.simulator import BATCH
 
 MAX_AXES = 4  # that one block moves
 MAX_STEPS, LANES = 256, 128  # of a block
@@ -60,10 +59,15 @@ class Draws(NamedTuple):
     uniforms: Array  # float32 [MAX_STEPS]
 
 
-def draws(m: MoveTables, key: jax.Array, axes: Array, storage: Array) -> Draws:
-    """A block's operator and the candidate of every step, beside a strategy int8 [N, A] and [N]; `key` is uint32 [2]."""
+UNIFORMS = 3 + sets.MAX_AXES + (sets.MAX_AXES + 2) * MAX_STEPS  # of one block
+
+
+def draws(m: MoveTables, u: Array, axes: Array, storage: Array) -> Draws:
+    """A block's operator and the candidate of every step, beside a strategy int8 [N, A] and [N], by uniforms [UNIFORMS].
+
+    The caller draws these: a generator of JAX's takes a fourth of a second to compile, and longer to run than NumPy's.
+    """
     num_axes = m.values.shape[1]
-    u = jax.random.uniform(jax.random.wrap_key_data(key, impl="threefry2x32"), (3 + num_axes + (num_axes + 2) * MAX_STEPS,))
     n = row(m.free, pick(u[0], m.num_free))
     # One to MAX_AXES axes: few of them are tried out completely, many reach further.
     order = jnp.where(jnp.arange(num_axes) < m.num_axes, u[3 : 3 + num_axes], 2.0)
@@ -78,7 +82,7 @@ def draws(m: MoveTables, key: jax.Array, axes: Array, storage: Array) -> Draws:
     stored = jnp.where(row(m.owns, n) & (u[1] < 0.5), of_storage, row(storage, n))
     # Six bits for each of the axes that move, and the storage above.
     shift = jnp.where(moves, 6 * rank, 0)[:, None]
-    config = jnp.where(moves[:, None], (found.astype(jnp.int32) + 2**DIGITS) << shift, 0).sum(0)
+    config = jnp.where(moves[:, None], (found.astype(jnp.int32) + 2**sets.DIGITS) << shift, 0).sum(0)
     return Draws(n, found, stored, config + (stored.astype(jnp.int32) << (6 * MAX_AXES)), rest[num_axes + 1])
 
 
@@ -135,12 +139,12 @@ def metropolis(
 
 
 def block(
-    tables: Tables, moves: MoveTables, sizes: Sizes, reference_s: Array, beta: Array, key: jax.Array, state: tuple
+    tables: Tables, moves: MoveTables, sizes: Sizes, reference_s: Array, beta: Array, uniforms: Array, state: tuple
 ) -> tuple:  # fmt: skip
     """One block of steps of a (walker, scratch)."""
     walker, into = state
     base = walker.at.base
-    drawn = draws(moves, key, base.axes, base.storage)
+    drawn = draws(moves, uniforms, base.axes, base.storage)
     n, lanes = drawn.operator, lanes_of(drawn.config, moves.steps)
     axes, storage = drawn.axes[:, lanes.first], drawn.storage[lanes.first]
     judged, effects, alive, into = judge(tables, sizes, walker.at, into, n, axes, storage)
@@ -164,11 +168,11 @@ class Programs(NamedTuple):
     """Of one bucket."""
 
     position: PlannerProgram  # (tables, base) -> position
-    walk: PlannerProgram  # (tables, moves, reference_s, beta, keys uint32 [M, 2], walker, count) -> walker after so many blocks
-    leaps: PlannerProgram  # (moves, key uint32 [2], state) -> BATCH states
+    walk: PlannerProgram  # (tables, moves, reference_s, beta, uniforms [M, UNIFORMS], walker, count) -> walker after so many blocks
+    leaps: PlannerProgram  # (moves, uniforms [BATCH, NUM_UNIFORMS], state) -> BATCH states
 
 
-MOST_BLOCKS = 64  # of one call
+MOST_BLOCKS = 32  # of one call
 
 
 @functools.cache
@@ -177,10 +181,10 @@ def programs(sizes: Sizes) -> Programs:
         return position(tables, sizes, base)
 
     def walk(
-        tables: Tables, moves: MoveTables, reference_s: Array, beta: Array, keys: Array, walker: Walker, count: Array
+        tables: Tables, moves: MoveTables, reference_s: Array, beta: Array, uniforms: Array, walker: Walker, count: Array
     ) -> Walker:
         def one(i: Array, state: tuple) -> tuple:
-            return block(tables, moves, sizes, reference_s, beta, row(keys, i), state)
+            return block(tables, moves, sizes, reference_s, beta, row(uniforms, i), state)
 
         return lax.fori_loop(0, count, one, (walker, scratch_of(tables, sizes, LANES)))[0]
 
@@ -209,9 +213,8 @@ def judge_program(sizes: Sizes) -> PlannerProgram:
 
 @functools.cache
 def leaps_program(b: Bucket) -> PlannerProgram:
-    def leaps(moves: MoveTables, key: jax.Array, state: State) -> State:
-        u = jax.random.uniform(jax.random.wrap_key_data(key, impl="threefry2x32"), (BATCH, NUM_UNIFORMS))
-        return jax.vmap(lambda u: leap(moves, u, state, pins=bool(b.groups)))(u)
+    def leaps(moves: MoveTables, uniforms: Array, state: State) -> State:
+        return jax.vmap(lambda u: leap(moves, u, state, pins=bool(b.groups)))(uniforms)
 
     return PlannerProgram(leaps, name=f"leaps {b}", results=_zeros(State), is_urgent=True)
 

@@ -12,8 +12,8 @@ from soapjax.costs.evaluate import LANES
 from soapjax.costs.rules import sets
 from soapjax.jit.programs import threads
 from soapjax.search.chain.block_steps import LANES as CANDIDATES
-from soapjax.search.chain.block_steps import MOST_BLOCKS, Walker, block_size, judge_program, programs
-from soapjax.search.chain.moves import State, move_tables
+from soapjax.search.chain.block_steps import MOST_BLOCKS, UNIFORMS, Walker, block_size, judge_program, programs
+from soapjax.search.chain.moves import NUM_UNIFORMS, State, move_tables
 from soapjax.search.chain.neighbourhood import Judged, Position, base_of, no_alive, no_base, tables_of
 from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.simulated_trace import no_trace
@@ -49,13 +49,14 @@ class Engine:
     def prepare(self) -> None:
         """Compiles, or loads, what is not there yet: the longest beside the simulator's programs, which a search begins with."""
         arguments = self._walk_arguments()
-        *_, keys, walker, _ = arguments
+        *_, walker, _ = arguments
+        uniforms = np.zeros((BATCH, NUM_UNIFORMS), np.float32)
         with threads(2) as pool:
             longest = pool.submit(self.programs.walk.prepare, *arguments)
             self.problem.simulator.prepare()
             others = [
                 pool.submit(self.programs.position.prepare, self.tables, walker.at.base),
-                pool.submit(self.programs.leaps.prepare, self.moves, keys[0], walker.best),
+                pool.submit(self.programs.leaps.prepare, self.moves, uniforms, walker.best),
             ]
             for each in (longest, *others):
                 each.result()
@@ -70,8 +71,8 @@ class Engine:
         trace = no_trace(self.sizes.items.items, self.sizes.bucket.levels, self.sizes.bucket.groups)
         at = Position(no_base(self.sizes.bucket), trace, no_alive(self.sizes), nothing_sent)
         state, one, count = State(at.base.axes, at.base.storage), np.float32(1), np.int32(0)
-        walker, keys = Walker(at, one, count, count, one, state), np.zeros((MOST_BLOCKS, 2), np.uint32)
-        return self.tables, self.moves, one, one, keys, walker, count
+        walker, uniforms = Walker(at, one, count, count, one, state), np.zeros((MOST_BLOCKS, UNIFORMS), np.float32)
+        return self.tables, self.moves, one, one, uniforms, walker, count
 
     def walker(self, strategy: Strategy, cost: float | np.floating) -> Walker:
         """A chain that begins at `strategy`."""
@@ -108,14 +109,16 @@ class Engine:
 
     def walk(self, rng: np.random.Generator, beta: float, walker: Walker, count: int) -> Walker:
         """`count` blocks of a chain, MOST_BLOCKS at most."""
-        keys = rng.integers(0, 2**32, (MOST_BLOCKS, 2), np.uint32)
-        found = self.programs.walk(self.tables, self.moves, self.reference_s, np.float32(beta), keys, walker, np.int32(count))
+        uniforms = np.zeros((MOST_BLOCKS, UNIFORMS), np.float32)
+        rng.random(dtype=np.float32, out=uniforms[:count])
+        found = self.programs.walk(self.tables, self.moves, self.reference_s, np.float32(beta), uniforms, walker, np.int32(count))
         return jax.block_until_ready(found)
 
     def leap(self, rng: np.random.Generator, beta: float, walker: Walker, limit: int = BATCH) -> Walker:
         """Up to `limit` steps of many operators at once, simulated in full: as many as it takes to accept one."""
         state = State(walker.at.base.axes, walker.at.base.storage)
-        found = jax.tree.map(np.asarray, self.programs.leaps(self.moves, rng.integers(0, 2**32, 2, np.uint32), state))
+        draws = rng.random((BATCH, NUM_UNIFORMS), dtype=np.float32)
+        found = jax.tree.map(np.asarray, self.programs.leaps(self.moves, draws, state))
         proposed = [self.strategy(State(a, s)) for a, s in zip(found.axes, found.storage, strict=True)]
         judged = self.problem.simulator.batch(np.stack([s.axes for s in proposed]), np.stack([s.storage for s in proposed]))
         self.problem.see(judged.scores, proposed)

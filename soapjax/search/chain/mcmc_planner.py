@@ -7,7 +7,7 @@ call beside the strategy at the block's start (the exact delta simulation), and 
 other, none thrown away. The proposal density is that of uniform draws: symmetric, the Hastings correction is one.
 
 Between some rounds of blocks stand *leaps*: moves of many operators at once (moves.py), simulated in full, the first accepted
-taken and those behind it thrown away. Draws are keyed by the step. Several chains at different temperatures start from the best
+taken and those behind it thrown away. Several chains at different temperatures start from the best
 starts and from a random one, and exchange states between rounds (parallel tempering); a chain that finds nothing
 better for long starts again elsewhere. Costs are scaled by the best start, so that beta means the same for every model.
 
