@@ -172,7 +172,7 @@ class Programs(NamedTuple):
     leaps: PlannerProgram  # (moves, uniforms [BATCH, NUM_UNIFORMS], state) -> BATCH states
 
 
-MOST_BLOCKS = 32  # of one call
+MOST_BLOCKS = 64  # of one call
 
 
 @functools.cache
