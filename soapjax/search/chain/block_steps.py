@@ -65,7 +65,7 @@ UNIFORMS = 3 + sets.MAX_AXES + (sets.MAX_AXES + 2) * MAX_STEPS  # of one block
 def draws(m: MoveTables, u: Array, axes: Array, storage: Array) -> Draws:
     """A block's operator and the candidate of every step, beside a strategy int8 [N, A] and [N], by uniforms [UNIFORMS].
 
-    The caller draws these: a generator of JAX's takes a fourth of a second to compile, and longer to run than NumPy's.
+    The caller draws these, so that no generator is compiled.
     """
     num_axes = m.values.shape[1]
     n = row(m.free, pick(u[0], m.num_free))

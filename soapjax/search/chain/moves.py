@@ -162,7 +162,7 @@ def may_take(m: MoveTables, a: Array, value: Array) -> Array:
 
 
 def leap(m: MoveTables, u: Array, s: State, *, pins: bool) -> State:
-    """The mixture of moves; all randomness of a move is one vector `u` of uniforms: one generator call to compile."""
+    """The mixture of moves; all randomness of a move is one vector `u` of uniforms."""
     index = jnp.arange(s.axes.shape[0])
     exists = index < m.num_ops
 
