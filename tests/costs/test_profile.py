@@ -58,8 +58,8 @@ def test_a_killed_writer_leaves_nothing_half_written(tmp_path):
     assert process("killed", tmp_path).returncode == 0
     names = os.listdir(tmp_path)
     assert names, "some were written before"
-    for name in names:
-        assert name.startswith("cpu-") and name.endswith(".json")
+    for name in names:  # a writer killed between giving a whole file its name and putting it in place leaves that for the sweep
+        assert name.endswith(".json" if name.startswith("cpu-") else ".tmp")
         load_profile(tmp_path / name)
 
 
