@@ -200,11 +200,9 @@ class Evaluator:
 
     def _sent(self, of: Results, lane: int) -> Array:
         """Bytes [6] by collective."""
-        t, each = self.tables, of.per_record
-        sent = np.concatenate(self._by_kind(each.rows.sent, lane))
-        pays, num_t = np.ones(len(sent), bool), len(t.tensor_bytes)
-        pays[num_t : num_t + len(t.edge_task)] = _own(each.previous, lane, len(t.edge_task)) < 0
-        return sent[pays].sum(axis=0, dtype=np.float64)
+        tensors, reshards, sums = self._by_kind(of.per_record.rows.sent, lane)
+        pays = _own(of.per_record.previous, lane, len(reshards)) < 0
+        return np.concatenate([tensors, reshards[pays], sums]).sum(axis=0, dtype=np.float64)
 
     def _layouts(self, sets: Any, lane: int, count: int) -> Array:
         return decoded(_own(sets, lane, count), len(self.tables.links.axis_sizes), self.bucket.dims)

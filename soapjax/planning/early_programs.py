@@ -7,13 +7,13 @@ Of the chains' programs, which take longer to compile, those that are on disk ar
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 
 from soapjax.costs.tables.arrays import bucket_for, need_of
+from soapjax.costs.tables.problem_tables import cost_tables
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import TracedStep, trace
 from soapjax.helpers.own_config import on_cpu
@@ -36,13 +36,13 @@ def begin_programs(num_leaves: int, topology: DeviceTopology, *, walks: bool) ->
     """
     with on_cpu():
         problem = problem_like(num_leaves, topology)
-        engine = engine_of(problem)
+        engine = engine_of(problem) if walks else None
     know_surroundings()
 
     @on_cpu()
     def prepare() -> None:
         problem.simulator.prepare()
-        if walks:
+        if engine is not None:
             engine.is_at_hand()
 
     pool = threads(1)
@@ -53,10 +53,10 @@ def begin_programs(num_leaves: int, topology: DeviceTopology, *, walks: bool) ->
 def problem_like(num_leaves: int, topology: DeviceTopology) -> PlanningProblem:
     """A problem whose programs are those that a step with so many leaves usually needs; of a product alone."""
     graph, _ = build_graph(_product())
-    problem = PlanningProblem.make(graph, search_space(graph, factor_mesh(topology)), topology)
-    tables = problem.simulator.tables
+    space = search_space(graph, factor_mesh(topology))
+    tables = cost_tables(graph, space, topology)
     bucket = bucket_for(need_of(tables)._replace(slots=SLOTS_PER_LEAF * num_leaves))
-    return dataclasses.replace(problem, simulator=Simulator(tables, bucket))
+    return PlanningProblem(graph, space, Simulator(tables, bucket))
 
 
 @functools.cache

@@ -38,7 +38,8 @@ def test_neighbours_are_judged_as_if_anew(model, topology, pins):
 
 def test_only_what_depends_on_what_changed_is_computed():
     c = case_with("lm", "2x4", pins=False)
-    evaluator, dependents = Evaluator(c.tables), Evaluator(c.tables)._whole.dependents
+    evaluator = Evaluator(c.tables)
+    dependents = evaluator._whole.dependents
     num_ops = c.graph.num_operators
     everything = dependents.everything()
     rows = []
@@ -59,7 +60,7 @@ def test_results_most_like_what_is_asked_are_written_over():
     forget_results()
     evaluator, (one, other, *_) = Evaluator(c.tables), c.strategies(seed=1, count=2)
     first, second = call(evaluator, [one]), call(evaluator, [other])
-    places = {i: x.per_record.layout.unsafe_buffer_pointer() for i, x in enumerate((first, second))}
+    places = [x.per_record.layout.unsafe_buffer_pointer() for x in (first, second)]
     evaluator.take_back(first)
     evaluator.take_back(second)
     assert call(evaluator, [one]).per_record.layout.unsafe_buffer_pointer() == places[0]

@@ -1,4 +1,5 @@
-"""One strategy's costs, summand by summand, and what Q candidate configs of one operator make of some of them."""
+"""One strategy's costs, summand by summand, what Q candidate configs of one operator make of some of them, and which records are
+computed: an operator's own, or some of the whole graph."""
 
 from __future__ import annotations
 
@@ -107,7 +108,7 @@ class Listed(NamedTuple):
         return row(self.order, j)
 
     def place(self, j: Array) -> Array:
-        return row(self.order, j)
+        return self.record(j)
 
 
 def span(own: OwnRecords, n: Array, kind: int) -> Span:

@@ -34,7 +34,7 @@ from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.configs import Strategy
 
 # Rounds in a row without an improvement after which draws follow the sweep, and the sweep draws. A round of the sweep is of a few
-# sets of operators, so that little is computed anew: three of them take as long as one of draws.
+# sets of operators, so that little is computed anew: of ResNet-101 three of them take as long as one of draws.
 SWEPT_ROUNDS, DRAWN_ROUNDS = 3, 1
 PATIENCE = 24  # rounds without an improvement and with the sweep at its end, after which a descent is over
 PERTURBED_MOVES = (2, 5)  # of one small perturbation, at least and at most
@@ -63,7 +63,7 @@ class Descent:
         self.has_traded = False
         self.quiet = 0
         self.is_over = False
-        self.is_sweeping, self.failed = False, 0  # rounds in a row without an improvement
+        self.is_sweeping, self.failed = False, 0  # rounds in a row without an improvement, since the last turn
         self.order = self.moves.swept(rng) if sweeps else np.zeros(0, np.int64)  # of the moves of a sweep
         self.next = self.since = 0  # of the sweep, and how many of its moves did not help
 
