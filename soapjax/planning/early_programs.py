@@ -12,6 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from soapjax.costs.rules.many_reshards import prepare_reshards
 from soapjax.costs.tables.arrays import bucket_for, need_of
 from soapjax.costs.tables.problem_tables import cost_tables
 from soapjax.graph.passes.build import build_graph
@@ -44,6 +45,7 @@ def begin_programs(num_leaves: int, topology: DeviceTopology, *, walks: bool) ->
         problem.simulator.prepare()
         if engine is not None:
             engine.is_at_hand()
+            prepare_reshards(problem.simulator.tables.links)  # for the additive optimum, one of the starts
 
     pool = threads(1)
     pool.submit(prepare)

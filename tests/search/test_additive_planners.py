@@ -18,7 +18,8 @@ from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.search.proofs import branch_and_bound
 from soapjax.search.proofs.bound import bound_of, lower_bound, streams_of
 from soapjax.search.proofs.branch_and_bound import exhaustive
-from soapjax.search.relaxation.dynamic_program import additive_start, optcnn, seeds, solve
+from soapjax.search.relaxation.additive_start import additive_start
+from soapjax.search.relaxation.dynamic_program import optcnn, seeds, solve
 from soapjax.search.relaxation.integer_program import ilp, reduced, solve_integer
 from soapjax.search.relaxation.relaxed import relax
 from soapjax.strategy.configs import Strategy

@@ -42,6 +42,14 @@ def _below(links: Links, num_levels: int) -> tuple[Mesh, Network]:
     return jax.device_put((mesh_of(links.axis_sizes), network_of(links, num_levels)))
 
 
+def prepare_reshards(links: Links) -> None:
+    """Compiles or loads the program that `reshard_costs` needs for tensors of few dims, without pins."""
+    dims, levels = SMALL.dims, max(links.num_levels, SMALL.levels)
+    sets = jax.ShapeDtypeStruct((encoded(np.zeros((0, 1), np.int8), dims, False).shape[-1], CHUNK), np.int16)
+    shapes, figure = jax.ShapeDtypeStruct((dims, CHUNK), np.int32), jax.ShapeDtypeStruct((CHUNK,), np.float32)
+    _program(dims, levels, False).prepare(*_below(links, levels), sets, sets, shapes, figure, figure)
+
+
 def reshard_costs(
     source: np.ndarray, target: np.ndarray, size_bytes: np.ndarray | float, links: Links,
     latency_share: np.ndarray | float = 1.0, *, shape: np.ndarray | None = None,

@@ -13,6 +13,7 @@ import numpy as np
 
 from soapjax.jit.array_types import Array
 from soapjax.search.chain.compiling import CHAINS_FROM, ChainPrograms
+from soapjax.search.chain.later_start import LaterStart
 from soapjax.search.chain.record import Record
 from soapjax.search.chain.starting_points import numpy_rng
 from soapjax.search.descent.assignments import Assignments
@@ -24,6 +25,8 @@ from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.space import SearchSpace
 
+AT_ONCE = 2  # descents that have a round at the same time
+RACED = 1000  # strategies that a descent judges before it may be given up for a better one
 MAX_FAILED = 10  # perturbations in a row without an improvement, small ones and large ones, after which chains walk
 PERTURBATIONS = (("moved",), ("leaner", "exchanged", "reranked"))  # small ones beside large ones
 STARTING_DRAWS = 64  # of all axes ranked anew in the whole graph: the best of them is where the descent from a random start begins
@@ -80,10 +83,10 @@ class Descents:
         self.number += 1
         return numpy_rng(self.search.key, self.number)
 
-    def run(self, begun: list[Evaluation]) -> Found:
-        """All starts, of which the worst is a random one, and what was found from some of them."""
+    def run(self, begun: list[Evaluation], later: LaterStart | None = None) -> Found:
+        """All starts, of which the worst is a random one, and what was found from some of them and from the `later` one."""
         begun = sorted(begun, key=lambda e: e.rank)
-        ends = self._descended([begun[0], self._ranked(begun[-1])], until=self.until[0])
+        ends = self._descended([begun[0], self._ranked(begun[-1])], later, until=self.until[0])
         perturbed = self._perturbed(min(ends, key=lambda e: e.cost), until=self.until[1])
         if self.search.programs is not None:
             self.search.programs.begin()
@@ -114,10 +117,28 @@ class Descents:
         self.record.done += len(drawn)
         return min([start, *(self.problem.evaluate(drawn) if drawn else [])], key=lambda e: e.cost)
 
-    def _descended(self, begun: list[Evaluation], *, until: float) -> list[Evaluation]:
+    def _descended(self, begun: list[Evaluation], later: LaterStart | None = None, *, until: float) -> list[Evaluation]:
+        """The ends of descents, from a `later` start too as soon as it is there; two have their rounds at a time, in turn.
+
+        Of three the worst ends as soon as two have shown what they come to.
+        """
         members = [Descent(self.problem, e, self._rng(), self.moves) for e in begun]
-        while self._may_descend(until) and (active := [d for d in members if not d.is_over]):
+        racing = list(members)
+        while self._may_descend(until):
+            if later is not None:
+                later.begin_by(self.record.spent())
+            if later is not None and (later.is_there or all(d.is_over for d in racing)):
+                if (start := later.take()) is not None:
+                    members.append(Descent(self.problem, start, self._rng(), self.moves))
+                    racing = [members[-1], *racing]
+                later = None
+            shown = [d for d in racing if d.is_over or d.judged >= RACED]
+            if len(racing) > AT_ONCE <= len(shown):
+                racing.remove(max(shown, key=lambda d: d.best.cost))
+            if not (active := [d for d in racing if not d.is_over][:AT_ONCE]):
+                break
             self._one_round(active)
+            racing = [*(d for d in racing if d not in active), *active]
         for d in members:
             self.leaner.offer(d.leaner.front)
         return [d.best for d in members]
@@ -156,10 +177,10 @@ class Descents:
         record.tell()
 
 
-def with_fewer_blocks(run: SearchRun, fewer: FewerBlocks, begun: list[Evaluation]) -> list[Evaluation]:
+def with_fewer_blocks(run: SearchRun, fewer: FewerBlocks, begun: list[Evaluation], later: LaterStart | None) -> list[Evaluation]:
     """The starts, best first, and what was found with fewer blocks, judged in the whole step."""
     descents = Descents(run, fewer, fewer.space, for_whole=fewer.for_whole, number=OF_FEWER)
-    found, stopped_by = descents.run(fewer.evaluate([fewer.of_whole(e.strategy) for e in begun]))
+    found, stopped_by = descents.run(fewer.evaluate([fewer.of_whole(e.strategy) for e in begun]), later)
     usable = fewer.whole.usable_memory_bytes
     for tightened in range(MOST_TIGHTENED + 1):
         judged = fewer.whole.evaluate([fewer.for_whole(e.strategy) for e in found[:MOST_WHOLE]])

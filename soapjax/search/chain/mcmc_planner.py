@@ -11,8 +11,8 @@ taken and those behind it thrown away. Several chains at different temperatures 
 starts and from a random one, and exchange states between rounds (parallel tempering); a chain that finds nothing
 better for long starts again elsewhere. Costs are scaled by the best start, so that beta means the same for every model.
 
-First the best start and a random one *descend* in moves of whole groups, and the better is *perturbed* (descending.py). Starts
-are the baselines, the additive optimum (dynamic_program.py) where it can be had in time, and random ones. Meanwhile the chains'
+First the best of the baselines, a random start and the additive optimum (additive_start.py), where it can be had in time, *descend*
+in moves of whole groups, and the best end is *perturbed* (descending.py). Meanwhile the chains'
 programs are compiled (compiling.py), where no problem of the same sizes has needed them before, and the chains walk when
 perturbations no longer help, or their share of the time is over (descents.py); a search too short for that compiles none, and goes
 on with perturbations.
@@ -25,8 +25,6 @@ FlexFlow (Jia, Zaharia, Aiken 2019), section 6; best-so-far is kept apart from t
 
 from __future__ import annotations
 
-import contextlib
-import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -38,12 +36,12 @@ from soapjax.search.chain.block_steps import Walker, exchange
 from soapjax.search.chain.compiling import chain_programs
 from soapjax.search.chain.descents import WHOLE_AFTER_FEWER, Descents, SearchRun, with_fewer_blocks
 from soapjax.search.chain.engine import Engine, engine_of
+from soapjax.search.chain.later_start import additive_beside
 from soapjax.search.chain.moves import State
 from soapjax.search.chain.record import Record
 from soapjax.search.chain.starting_points import numpy_rng, starts
-from soapjax.search.descent.shortening import FewerBlocks, fewer_blocks
+from soapjax.search.descent.shortening import fewer_blocks
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
-from soapjax.search.relaxation.dynamic_program import additive_start, additive_start_s, has_additive_start
 from soapjax.simulate.simulator import BATCH
 
 NUM_CHAINS = 4
@@ -53,7 +51,6 @@ ROUNDS_PER_LEAP = 8  # a leap costs as much as a hundred candidates of a block: 
 PATIENCE = 24  # rounds without an own improvement, after which a chain starts again elsewhere
 WITHOUT_PINS = 0.4  # of the budget
 FIRST_CHAIN = 1000  # of the numbers of generators: descents and perturbations have those before
-ADDITIVE_WITHIN, ADDITIVE_UNTIL = 0.15, 0.2  # of the budget's seconds: what the additive optimum may take, and when it is given up
 
 
 def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResult:
@@ -67,16 +64,17 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
     record = Record(budget, begin, begun[0])
     try:
         fewer = fewer_blocks(problem)
-        begun += [*_without_pins(rng_key, problem, record), *_additive(problem, fewer, record)]
+        begun += _without_pins(rng_key, problem, record)
+        later = additive_beside(problem, fewer, record)
         best = min(begun, key=lambda e: e.rank)
         record.offer(best.strategy, best.cost)
         run = SearchRun(rng_key, record, pool, programs)
         descents = Descents(run, problem, problem.space)
         if fewer is None:
-            begun, stopped_by = descents.run(begun)
+            begun, stopped_by = descents.run(begun, later)
             record.offer(begun[0].strategy, begun[0].cost)  # the best draw, too, where nothing was left to descend from it
         else:
-            begun = with_fewer_blocks(run, fewer, begun)
+            begun = with_fewer_blocks(run, fewer, begun, later)
             begun, stopped_by = descents.on(begun, WHOLE_AFTER_FEWER)
         if stopped_by is None and record.limit is None and not run.is_ready:
             record.time_decides()
@@ -109,21 +107,6 @@ def _without_pins(key: Array, problem: PlanningProblem, record: Record) -> list[
     if found.stopped_by == "interrupted":
         raise KeyboardInterrupt
     return best
-
-
-def _additive(problem: PlanningProblem, fewer: FewerBlocks | None, record: Record) -> list[Evaluation]:
-    """The additive optimum, of few of its blocks where it has many; a note says where it would take too long."""
-    budget = record.budget
-    if budget.random_start or not has_additive_start(problem):
-        return []
-    seconds = math.inf if budget.seconds is None else budget.seconds
-    relaxed, deadline = problem if fewer is None else fewer.shortest, record.begin + ADDITIVE_UNTIL * seconds
-    if additive_start_s(relaxed) <= ADDITIVE_WITHIN * seconds:
-        with contextlib.suppress(TimeoutError):
-            start = additive_start(relaxed, judging=fewer, deadline=deadline)
-            return problem.evaluate([start if fewer is None else fewer.for_whole(start)])
-    record.time_decides()
-    return []
 
 
 def _walked(rng_key: Array, engine: Engine, begun: list[Evaluation], record: Record, pool: ThreadPoolExecutor) -> str:

@@ -61,7 +61,7 @@ class Descent:
         self.drawn: list[Strategy] = []  # from the best, and not looked at yet
         self.around: list[Evaluation] = []  # judged since the best is the best
         self.has_traded = False
-        self.quiet = 0
+        self.quiet = self.judged = 0
         self.is_over = False
         self.is_sweeping, self.failed = False, 0  # rounds in a row without an improvement, since the last turn
         self.order = self.moves.swept(rng) if sweeps else np.zeros(0, np.int64)  # of the moves of a sweep
@@ -74,6 +74,7 @@ class Descent:
             self._trade()
             return 0
         found = sorted(self.problem.evaluate(drawn), key=lambda e: e.cost)
+        self.judged += len(drawn)
         self.leaner.offer(found)
         better = [e.strategy for e in found if e.cost < self.best.cost][:_MOST_MERGED]
         self.merged = overlaid(self.best.strategy, better)

@@ -3,20 +3,23 @@
 Axes of one link level and size are nearly interchangeable. Where an operator has more than `MANY` configs, only those are listed in
 which such axes take their dims in one order (sample first, then attributes, then parameters, and replication last); of 4^6 configs
 of a product on 64 devices 400 remain. Where more than `MOST` remain, the order holds across levels too: the batch is split over
-slow links before parameters are. What is left out this way is reported.
+slow links before parameters are. What is left out this way is reported. A start for a search needs fewer still (`coarse`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.space import SearchSpace
 from soapjax.topology import FactorMesh
 
 MANY = 300
 MOST = 500
+COARSE_RUNS = 2
 _KINDS = {"S": 0, "A": 1, "P": 2}
 
 
@@ -29,18 +32,41 @@ class Candidates(NamedTuple):
 
 def enumerate_candidates(space: SearchSpace, *, is_complete: bool = False) -> tuple[list[Candidates], bool]:
     """Candidates of every operator, and whether any were left out (never with `is_complete`)."""
-    found: dict[object, tuple[np.ndarray, bool]] = {}
-    out, is_pruned = [], False
+    left_out: list[bool] = []
+
+    def listed(n: int) -> np.ndarray:
+        axes, fewer = _axes(space, n, is_complete)
+        left_out.append(fewer)
+        return axes
+
+    return _with_storages(space, listed), any(left_out)
+
+
+def coarse_candidates(space: SearchSpace, seeds: Sequence[Strategy]) -> list[Candidates]:
+    """Candidates that are made of one dim over slow links and of another one over fast links, and those of `seeds`.
+
+    Of 5^6 configs of a product on 64 devices 80 or so remain.
+    """
+
+    def listed(n: int) -> np.ndarray:
+        ordered, _ = _in_order(space, n, set(range(1, space.num_axes)))
+        is_coarse = (ordered[:, 1:] != ordered[:, :-1]).sum(axis=1) < COARSE_RUNS
+        return np.unique(np.concatenate([ordered[is_coarse], [s.axes[n] for s in seeds]]), axis=0)
+
+    return _with_storages(space, listed)
+
+
+def _with_storages(space: SearchSpace, listed: Callable[[int], np.ndarray]) -> list[Candidates]:
+    """All storages of the axis assignments [K, A] that are listed for every operator; like operators are asked once."""
+    found: dict[object, np.ndarray] = {}
+    out = []
     for n, op in enumerate(space.graph.operators):
-        kinds = tuple((d.kind, d.is_reduced) for d in op.dims)
-        key = (space.allowed[n].tobytes(), space.divisors[n].tobytes(), kinds)
+        key = (space.allowed[n].tobytes(), space.divisors[n].tobytes(), tuple((d.kind, d.is_reduced) for d in op.dims))
         if key not in found:
-            found[key] = _axes(space, n, is_complete)
-        axes, fewer = found[key]
-        is_pruned |= fewer
-        storages = len(space.storages) if space.owns_parameters[n] else 1
+            found[key] = listed(n)
+        axes, storages = found[key], len(space.storages) if space.owns_parameters[n] else 1
         out.append(Candidates(np.repeat(axes, storages, axis=0), np.tile(np.arange(storages, dtype=np.int8), len(axes))))
-    return out, is_pruned
+    return out
 
 
 def _axes(space: SearchSpace, n: int, is_complete: bool) -> tuple[np.ndarray, bool]:

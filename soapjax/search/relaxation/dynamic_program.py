@@ -5,7 +5,7 @@ while the tables stay small. Nets with few skips reduce to nothing. Where a kern
 grids, their shared weights meet every step), operators with the most neighbours are held fixed, the others are solved
 exactly given these, and then these one at a time given the others, until nothing improves: a local optimum, as the notes say.
 
-It starts where repeated operators are tied to one choice: that problem is much smaller (`additive_start`).
+It starts where repeated operators are tied to one choice: that problem is much smaller.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from soapjax.search.relaxation.relaxed import Pairwise, Relaxation, relax
 from soapjax.strategy.configs import Strategy
 
 MAX_CANDIDATES = 64
-MAX_CONFIGS = 2_000  # of an operator, for a start: the relaxation lists them (16 devices: 625 or 1,296; 64: 15,625, half a minute)
 _STARTS = 4
 _TIED_ROUNDS, _ROUNDS = 20, 8  # of descent, each with other operators held fixed
 _MEMORY_STEPS = 6  # of the prices of memory and of communication
@@ -143,30 +142,32 @@ def seeded_relaxation(problem: PlanningProblem, deadline: float = math.inf) -> R
 
 
 def tied_solution(
-    relaxation: Relaxation, pairwise: Pairwise, starts: list[Strategy], deadline: float = math.inf
+    relaxation: Relaxation, pairwise: Pairwise, starts: list[Strategy], deadline: float = math.inf, *, rounds: int = _TIED_ROUNDS,
+    max_entries: int = MAX_ENTRIES,
 ) -> Solution:  # fmt: skip
     """The best choice in which repeated operators choose alike."""
     small, variable = tied(pairwise, [o.group for o in relaxation.problem.graph.operators])
     members = [variable.index(v) for v in range(len(small.costs))]
     begun = [c[members] for s in starts if (c := relaxation.choice(pairwise, s)) is not None]
-    found = solve(small, begun, rounds=_TIED_ROUNDS, deadline=deadline)
+    found = solve(small, begun, rounds=rounds, deadline=deadline, max_entries=max_entries)
     choice = found.choice[variable]
     return Solution(choice, pairwise.value(choice), found.is_exact)
 
 
 def fitting(
-    relaxation: Relaxation, minimise: Callable[[Pairwise], Solution], deadline: float = math.inf, judging: Judging | None = None
+    relaxation: Relaxation, minimise: Callable[[Pairwise], Solution], deadline: float = math.inf, judging: Judging | None = None,
+    *, toll: float = 1.0,
 ) -> list[Strategy]:  # fmt: skip
     """Minimisers at prices of memory and of communication that rise until one is feasible; the first is that without any.
 
     No further ones after `deadline`, of `time.monotonic`.
 
-    Communication, which the relaxation knows in seconds, counts several times where the objective limits its bytes. `judging` says
-    what is feasible; by default the problem that was relaxed.
+    Communication, which the relaxation knows in seconds, counts `toll` times, and several times that where the objective limits its
+    bytes. `judging` says what is feasible; by default the problem that was relaxed.
     """
     problem, objective = judging or relaxation.problem, relaxation.problem.objective
     found: list[Strategy] = []
-    price, toll = 0.0, 1.0
+    price = 0.0
     for _ in range(_MEMORY_STEPS):
         pairwise = relaxation.pairwise(tolled(relaxation, toll), memory_price=price)
         found.append(relaxation.strategy(pairwise, minimise(pairwise).choice))
@@ -184,34 +185,6 @@ def tolled(relaxation: Relaxation, toll: float) -> Durations:
     """Weights of all durations: those of communication count `toll` times."""
     weights = relaxation.weights()
     return Durations(weights.compute_s, *(np.float32(toll) * x for x in weights[1:]))
-
-
-def has_additive_start(problem: PlanningProblem) -> bool:
-    """Whether the relaxation is quick to make, as starts have to be: no pins, and few configs of every operator."""
-    return not problem.space.offers_pins and bool(problem.space.num_assignments.max(initial=1.0) <= MAX_CONFIGS)
-
-
-def additive_start_s(problem: PlanningProblem) -> float:
-    """About how long it takes, on a machine of the speed that compiling the simulator showed."""
-    tables = problem.simulator.tables
-    terms = tables.num_tasks + len(tables.sum_task) + len(tables.edge_task) + int(tables.may_be_partial.sum())
-    return max(problem.simulator.compile_s, 1.5) * (1 + terms / 2500)
-
-
-def additive_start(problem: PlanningProblem, *, judging: Judging | None = None, deadline: float = math.inf) -> Strategy:
-    """A good strategy quickly: the additive optimum with repeated operators tied, fitting into memory where one was found.
-
-    `judging` says what fits and which is the best, where that is asked of a longer step with strategies like the problem's.
-
-    Raises: TimeoutError where the relaxation was not done by `deadline`, of `time.monotonic`.
-    """
-    begun, judging = seeds(problem), judging or problem
-    relaxation = seeded_relaxation(problem, deadline)
-    found = fitting(relaxation, lambda p: tied_solution(relaxation, p, begun, deadline), deadline, judging)
-    evaluations = judging.evaluate(found)
-    if not any(e.is_feasible for e in evaluations):
-        evaluations += judging.evaluate(begun)
-    return min(evaluations, key=lambda e: e.rank).strategy
 
 
 def optcnn(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResult:

@@ -198,10 +198,20 @@ def relax(
     Raises: TimeoutError where it was not done by `deadline`, of `time.monotonic`.
     """
     candidates, is_pruned = enumerate_candidates(problem.space, is_complete=max_candidates is None)
+    relaxation = relaxation_on(problem, candidates, is_pruned=is_pruned, deadline=deadline)
+    return relaxation if max_candidates is None else pruned(relaxation, max_candidates, seeds or [], deadline=deadline)
+
+
+def relaxation_on(
+    problem: PlanningProblem, candidates: list[Candidates], *, is_pruned: bool = True, deadline: float = math.inf
+) -> Relaxation:  # fmt: skip
+    """The relaxation on these candidates; `is_pruned` where others are missing.
+
+    Raises: TimeoutError where it was not done by `deadline`, of `time.monotonic`.
+    """
     tables = problem.simulator.tables
     rows = OwnRows(problem.simulator.evaluator, candidates, deadline)
-    relaxation = Relaxation(problem, candidates, is_pruned, rows, terms_of(tables, rows, deadline), _usage(problem, rows))
-    return relaxation if max_candidates is None else pruned(relaxation, max_candidates, seeds or [], deadline=deadline)
+    return Relaxation(problem, candidates, is_pruned, rows, terms_of(tables, rows, deadline), _usage(problem, rows))
 
 
 def pruned(
