@@ -96,6 +96,10 @@ def _pipeline_problems(command: PlanCommand) -> list[Problem]:
     if command.stages != "auto" and command.pipeline is None:
         problems.append(Problem("--stages", command.stages, "a pipeline", "add --pipeline auto, or another"))
     adds_up = command.pipeline is None and command.microbatches not in ("auto", "1")  # as `PlanRequest.adds_up`
+    if (command.pipeline not in (None, "auto") or adds_up) and command.planner != PlanRequest.planner:
+        beside = "--microbatches" if adds_up else "--pipeline"
+        expected = f"no planner with {beside}: stages are searched from the grid"
+        problems.append(Problem("--planner", command.planner, expected, "drop one of them"))
     if (command.pipeline is not None or adds_up) and command.space != "soap":
         beside = "--microbatches" if adds_up else "--pipeline"
         problems.append(Problem("--space", command.space, f"soap with {beside}", "drop one of them"))

@@ -19,6 +19,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.planning import options
 from soapjax.planning.profiling import device_at_hand
 from soapjax.search.objective import TIME, Objective
+from soapjax.search.planners import PLANNERS
 from soapjax.steps.calling import listed
 from soapjax.strategy.pipeline import Pipeline, ScheduleName
 from soapjax.strategy.plan import ModelSource, Plan
@@ -132,6 +133,12 @@ class PlanRequest:
         if self.adds_up:
             given = [name for name in ("verify_top", "space") if getattr(self, name) != getattr(PlanRequest, name)]
             problems += [Problem(name, "given beside micro-batches", "one of them", "drop it") for name in given]
+        is_other = self.planner in [name for name in PLANNERS if name != PlanRequest.planner]
+        if is_other and (self.pipeline not in (None, "auto") or self.adds_up):
+            beside = "micro-batches" if self.adds_up else "a pipeline"
+            value = f"{self.planner!r} beside {beside}"
+            remedy = f"drop planner, or {beside}; to store as fsdp does is among what is searched"
+            problems.append(Problem("planner", value, "no planner: stages are searched from the grid", remedy))
         if self.fixed is not None and (self.pipeline is not None or self.adds_up):
             problems.append(Problem("fixed", "given beside a pipeline or micro-batches", "one of them", "drop it"))
         return problems

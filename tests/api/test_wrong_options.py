@@ -102,6 +102,15 @@ def test_all_failures_come_at_once():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("more", [{"microbatches": 2}, {"pipeline": "1f1b", "stages": 2}], ids=str)
+def test_a_planner_of_one_program_is_not_dropped_in_silence(more):
+    with pytest.raises(SoapjaxError, match="planner: got 'fsdp' beside (micro-batches|a pipeline).*drop planner"):
+        soap_shard(never, planner="fsdp", **more)
+    command = arguments.PlanCommand("none.module", planner="fsdp", **{k: str(v) for k, v in more.items()})
+    with pytest.raises(SoapjaxError, match="--planner: got fsdp.*drop one of them"):
+        commands.run(command, None)
+
+
 def test_good_values_pass():
     """NumPy's numbers, jax.jit's single values and None, a tuple of devices, paths."""
     soap_shard(

@@ -206,7 +206,7 @@ def test_results_that_are_no_means_are_those_of_the_whole_batch(most, caplog, mo
     w, x, y = (rng.normal(size=s).astype(np.float32) for s in ((6, 4), (16, 6), (16, 4)))
     x *= np.linspace(0.2, 3, 16, dtype=np.float32)[:, None]
     wanted = step(w, x, y)[1]
-    found = soap_shard(step, microbatches=4, planner="data_parallel", donate=False)(w, x, y)[1]
+    found = soap_shard(step, microbatches=4, donate=False)(w, x, y)[1]
     other = set() if most is None else {"deviation", "norm", "median", "spread", "f1"}
     for name in wanted:
         assert np.allclose(found[name], wanted[name], rtol=1e-5) == (name not in other), name
@@ -228,13 +228,20 @@ def test_statistics_of_results_that_come_back_are_warned_of(name, caplog):
         return w - 0.1 * jax.grad(lambda w: WARNED[name](jnp.tanh(x @ w), x))(w)
 
     w, x = jnp.eye(6, 4), jax.random.normal(jax.random.key(0), (8, 6))
-    soap_shard(step, microbatches=2, planner="data_parallel", donate=False)(w, x)
+    soap_shard(step, microbatches=2, donate=False)(w, x)
     assert any("statistic of the batch" in m for m in caplog.messages)
 
 
 NUMBERED = {
     "edges": lambda w, x, i: (jnp.tanh(x @ w) * jnp.tanh(x @ w)[i]).mean(),
     "sums of edges": lambda w, x, i: (jax.ops.segment_sum(jnp.tanh(x @ w), i, len(x)) ** 2).mean(),
+    # As many whatever the batch is: beyond a micro-batch's samples they would be clamped, or read NaN.
+    "a constant permutation": lambda w, x, i: (jnp.tanh(x[jax.random.permutation(jax.random.key(0), 8)] @ w)).mean(),
+    "a constant's order": lambda w, x, i: (jnp.tanh(x[jnp.arange(8)[::-1]] @ w)).mean(),
+    "a minibatch that is drawn": lambda w, x, i: (
+        jnp.tanh(jnp.take(x, jax.random.randint(jax.random.key(0), (4,), 0, 8), axis=0) @ w)
+    ).mean(),
+    "a window": lambda w, x, i: (jnp.tanh(jax.lax.dynamic_slice_in_dim(x, i[0], 4) @ w)).mean(),
 }
 
 
@@ -245,7 +252,18 @@ def test_samples_read_by_numbers_that_come_with_the_batch_are_refused(name):
 
     arguments = jnp.eye(6, 4), jax.random.normal(jax.random.key(0), (8, 6)), jnp.arange(8)[::-1]
     with pytest.raises(SoapjaxError, match="by numbers that come with the batch"):
-        soap_shard(step, microbatches=2, planner="data_parallel", donate=False)(*arguments)
+        soap_shard(step, microbatches=2, donate=False)(*arguments)
+
+
+def test_a_permutation_of_as_many_samples_as_there_are_is_every_micro_batchs_own():
+    def step(w, x):
+        def loss(w):
+            return jnp.tanh(x[jax.random.permutation(jax.random.key(0), len(x))] @ w).mean()
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    w, x = jnp.eye(6, 4), jax.random.normal(jax.random.key(0), (8, 6))
+    np.testing.assert_allclose(soap_shard(step, microbatches=2, donate=False)(w, x), jax.jit(step)(w, x), rtol=1e-5)
 
 
 def test_a_step_that_takes_other_samples_of_a_part_is_warned_of(caplog):
@@ -257,5 +275,5 @@ def test_a_step_that_takes_other_samples_of_a_part_is_warned_of(caplog):
         return jax.tree.map(lambda a, b: a - 0.1 * b, w, jax.grad(loss)(w))
 
     w = {"a": jnp.eye(6, 4), "b": jnp.eye(4, 3)}
-    soap_shard(step, microbatches=2, planner="data_parallel", donate=False)(w, jnp.ones((8, 6)))
+    soap_shard(step, microbatches=2, donate=False)(w, jnp.ones((8, 6)))
     assert any("another program" in m for m in caplog.messages)

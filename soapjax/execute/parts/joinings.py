@@ -132,7 +132,7 @@ def _check_samples(micro: MicroStep, gradients: Sequence[int]) -> None:
         raise SoapjaxError(Problem(_PLACE, value, expected, "slice by the batch's own size, or use one micro-batch"))
     if (read := mixing.by_number()) is not None:
         at = f"{read.source}: {list(mixing.shape(read))}"
-        value = f"samples are read, or added to, by numbers that come with the batch ({at})"
+        value = f"samples are read, or added to, by numbers that come with the batch, or are the same for any batch ({at})"
         expected = "a loss of every sample by itself: the numbers count those of the whole batch"
         raise SoapjaxError(Problem(_PLACE, value, expected, "use one micro-batch, or plan without a pipeline"))
     if (statistic := mixing.statistic()) is not None:

@@ -8,7 +8,8 @@ Gradients of micro-batches add up to the step's where the loss is a sum, or a me
 * where a *fixed number* of samples stands beside all others, treated otherwise: of a micro-batch they are a larger share;
 * where samples are read, or added to, by *numbers* that come with the batch: the nodes that the edges of a graph join, pairs that
   were chosen outside. They count samples of the whole batch. (A gather of a label's logit names samples by their place, and so does
-  one of places within each sample: an `iota` is in the numbers then);
+  one of places within each sample: an `iota` is in the numbers then.) So do numbers of which there are as many whatever the batch,
+  drawn or constant: a permutation of 64, a minibatch out of a data set that is given whole;
 * where samples are put *in order*, or read by their place: sorted, shifted, summed up one after the other, half of them taken, or
   halves put side by side (by a slice, a split, or a reshape to [2, half]). Neighbours may be put side by side, and what was joined
   or flattened may be taken apart again.
@@ -95,7 +96,7 @@ class SampleMixing:
         return next((e for e in self.needed if self._joins_fixed_rows(e) or self._takes_all_of_a_part(e)), None)
 
     def by_number(self) -> FlatEqn | None:
-        """An equation that reads samples, or adds to them, by numbers that come with the batch; None where there is none."""
+        """An equation that reads samples, or adds to them, by numbers that come with the batch or are the same for any; or None."""
         placed = _places(self.small)
         return next((e for e in self.needed if self._reads_by_number(e, placed)), None)
 
@@ -246,6 +247,8 @@ class SampleMixing:
         return any(found[d] == shape[d] > 1 and d not in own for found, own in made for d in dims)
 
     def _reads_by_number(self, eqn: FlatEqn, placed: Collection[int]) -> bool:
+        if eqn.name == "dynamic_slice":
+            return self._takes_a_window(eqn)
         if eqn.name == "gather":
             over = eqn.params["dimension_numbers"].start_index_map
         elif eqn.name.startswith("scatter"):
@@ -253,8 +256,16 @@ class SampleMixing:
         else:
             return False
         source, numbers = eqn.inputs[0], eqn.inputs[1]
-        is_of_batch = isinstance(numbers, int) and numbers in self.data and numbers not in placed
-        return is_of_batch and not self._dims(source).isdisjoint(over)
+        if self._dims(source).isdisjoint(over):
+            return False
+        is_fixed = eqn.name == "gather" and source in self.data and not self._dims(numbers) and not self._dims(eqn.outputs[0])
+        return is_fixed or (isinstance(numbers, int) and numbers in self.data and numbers not in placed)
+
+    def _takes_a_window(self, eqn: FlatEqn) -> bool:
+        """Whether so many samples are taken whatever the batch, from a place that is not known to be the first."""
+        source, *begins = eqn.inputs
+        taken = self._dims(source) - self._dims(eqn.outputs[0])
+        return source in self.data and any(isinstance(begins[d], int) or np.any(np.asarray(begins[d].val)) for d in taken)
 
     def _joins_fixed_rows(self, eqn: FlatEqn) -> bool:
         if eqn.name != "concatenate" or eqn.params["dimension"] not in self._dims(eqn.outputs[0]):
