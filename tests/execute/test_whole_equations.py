@@ -178,6 +178,51 @@ def test_results_by_place_of_many_numbers_are_named(monkeypatch, caplog):
     assert said.endswith("out.1.sorted")
 
 
+GUARDS = {
+    "where": lambda ok, new, old: jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old),
+    "cond": lambda ok, new, old: jax.lax.cond(ok, lambda: new, lambda: old),
+}
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_an_update_that_depends_on_the_whole_batchs_loss_is_not_warned_of(guard, is_taken, caplog):
+    """The first micro-batch's loss is below the threshold, the second's above, or the whole batch's is."""
+
+    def step(s, x, y):
+        loss, g = jax.value_and_grad(lambda p: ((net(p, x) - y) ** 2).mean())(s["p"])
+        new = {**s, "p": jax.tree.map(lambda p, g: p - 0.1 * g, s["p"], g)}
+        return GUARDS[guard](loss < (20.0 if is_taken else 8.0), new, s), loss
+
+    s, x, y = arguments(np.int32(0))
+    y = jnp.concatenate([0.1 * y[: BATCH // 2], y[BATCH // 2 :] + 5])
+    assert 8 < float(jax.jit(step)(s, x, y)[1]) < 20
+    assert_as_plain(step, (s, x, y), microbatches=2)
+    assert not caplog.records
+
+
+RUNNING = {  # of what was before, and of the batch
+    "a mean by counts": lambda old, x: old + (x.mean(0) - old) * len(x) / (40 + len(x)),
+    "a sum": lambda old, x: old + x.sum(0),
+    "a decay by the number of samples": lambda old, x: old + (x.mean(0) - old) * (1 - 0.98 ** len(x)),
+}
+
+
+@pytest.mark.parametrize("name", RUNNING)
+def test_running_statistics_that_passes_read_are_named(name, caplog):
+    """They are of the micro-batch's own size there: no more than a warning, but one that says which state it is."""
+
+    def step(s, x, y):
+        new = RUNNING[name](s["seen"], x)
+        grads = jax.grad(lambda p: ((net(p, x - 0.01 * new) - y) ** 2).mean())(s["p"])
+        return {"p": jax.tree.map(lambda p, g: p - 0.1 * g, s["p"], grads), "seen": new}
+
+    s, x, y = arguments(np.int32(0))
+    soapjax.soap_shard(step, topology="cpu8", proposals=8, microbatches=2)({"p": s["p"], "seen": jnp.zeros(x.shape[1])}, x, y)
+    (said,) = [r.getMessage() for r in caplog.records if "put together" in r.getMessage()]
+    assert said.endswith("out.seen")
+
+
 MOST = {
     "fewer keys": lambda p: {"p": p, "o": TX.init(p), "rate": np.float32(0.1), "name": None},
     "another dtype": lambda p: {"p": p, "o": optax.adam(1e-2).init(p), "total": 0},

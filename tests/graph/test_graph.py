@@ -471,3 +471,25 @@ def test_the_gradient_of_an_update_that_loops_over_earlier_ones_is_found():
     graph, _ = build_graph(trace(step, w, tx.init(w), jnp.ones((16, 16))))
     assert [p.path for p in graph.parameters] == ["w.a", "w.b"] and not graph.is_single_phase
     assert all(graph.tensors[p.gradient].shape == w[p.path[-1]].shape for p in graph.parameters)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_gradients_are_found_through_an_update_of_other_shapes(is_transposed):
+    """As Muon's, which iterates on stacks of matrices, the wide side last."""
+
+    def step(params, x):
+        grads = jax.grad(lambda p: (jnp.tanh(x @ p["w"]) @ p["u"]).mean())(params)
+
+        def update(p, g):
+            stack = (g.T if is_transposed else g)[None]
+            stack = stack / jnp.sqrt((stack**2).sum())
+            stack = 2 * stack - stack @ stack.transpose(0, 2, 1) @ stack
+            return p - 0.1 * (stack[0].T if is_transposed else stack[0])
+
+        return jax.tree.map(update, params, grads)
+
+    params = {"w": jnp.ones((6, 8)), "u": jnp.ones((8, 4))}
+    graph, binding = build_graph(trace(step, params, jnp.ones((16, 6))))
+    assert not graph.is_single_phase and [p.path for p in binding.phases.parameters] == ["params.u", "params.w"]
+    for p in binding.phases.parameters:
+        assert binding.values.producer[p.gradient].name in ("dot_general", "transpose", "mul")

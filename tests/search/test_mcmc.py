@@ -11,6 +11,7 @@ import pytest
 
 import soapjax
 from soapjax.planning.entry import planning_problem
+from soapjax.search.chain import descents, later_start
 from soapjax.search.chain.block_steps import LANES, UNIFORMS, Walker, draws, exchange
 from soapjax.search.chain.engine import Engine
 from soapjax.search.chain.mcmc_planner import NUM_CHAINS, WITHOUT_PINS, mcmc
@@ -18,6 +19,7 @@ from soapjax.search.chain.moves import NUM_UNIFORMS, State, leap, move_tables
 from soapjax.search.chain.record import TIME_DECIDED
 from soapjax.search.experts.baselines import BASELINES
 from soapjax.search.problem import Budget
+from soapjax.search.relaxation.additive_start import additive_start
 from soapjax.strategy.configs import Strategy
 from soapjax.topology import load_topology
 
@@ -223,10 +225,45 @@ def test_the_additive_optimum_is_given_up_in_time(step_problem, monkeypatch):
         asked.append(deadline)
         raise TimeoutError
 
-    monkeypatch.setattr("soapjax.search.chain.mcmc_planner.additive_start", late)
-    monkeypatch.setattr("soapjax.search.chain.mcmc_planner.additive_start_s", lambda problem: 0.5)
+    monkeypatch.setattr(later_start, "additive_start", late)
+    monkeypatch.setattr(later_start, "additive_start_s", lambda problem: 0.5)
     for seconds, is_tried in ((4.0, True), (1.0, False)):
         found = mcmc(jax.random.key(2), step_problem, Budget(seconds=seconds))
         assert TIME_DECIDED in found.notes and found.best.is_feasible
         assert len(asked) == is_tried and all(d < float("inf") for d in asked)
         asked.clear()
+
+
+@pytest.mark.parametrize("budget", [Budget(num_proposals=400), Budget(seconds=6.0)], ids=str)
+def test_a_descent_begins_at_the_additive_optimum(step_problem, monkeypatch, budget):
+    """Found beside the others where time may end the search, before them where it may not; and never where starts are random."""
+    optimum = additive_start(step_problem)
+    begun = []
+
+    class Seen(descents.Descent):
+        def __init__(self, problem, start, *args, **options):
+            begun.append(start.strategy.key())
+            super().__init__(problem, start, *args, **options)
+
+    monkeypatch.setattr(descents, "Descent", Seen)
+    found = mcmc(jax.random.key(2), step_problem, budget)
+    assert optimum.key() in begun and found.best.cost <= step_problem.evaluate([optimum])[0].cost
+    begun.clear()
+    mcmc(jax.random.key(2), step_problem, budget._replace(random_start=True))
+    assert begun and optimum.key() not in begun
+
+
+def test_of_three_descents_the_worst_ends_once_two_have_shown_what_they_come_to(step_problem, monkeypatch):
+    monkeypatch.setattr(descents, "RACED", 64)
+    rounds = []
+
+    class Counted(descents.Descent):
+        def round(self, limit):
+            rounds.append(self)
+            return super().round(limit)
+
+    monkeypatch.setattr(descents, "Descent", Counted)
+    mcmc(jax.random.key(2), step_problem, Budget(num_proposals=3000))
+    first = list(dict.fromkeys(rounds))[:3]
+    judged = sorted(d.judged for d in first)
+    assert len(first) == 3 and judged[0] <= 128 < judged[1]

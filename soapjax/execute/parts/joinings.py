@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -17,7 +17,9 @@ import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.parts.microbatches import MicroStep
+from soapjax.execute.parts.stage_cut import StageCut
 from soapjax.graph.batch.batch_scaling import UNKNOWN, Scaling
+from soapjax.graph.trace.program import FlatEqn
 
 log = logging.getLogger("soapjax")
 Reduction = Literal["auto", "mean", "sum"]
@@ -152,23 +154,50 @@ def warn_anew() -> None:
     warn_once.cache_clear()
 
 
-def averaged_blindly(micro: MicroStep, reduction: str, gradients: Collection[int]) -> dict[int, str]:
-    """Outputs, with their paths, that are averaged, or cannot be, and are no mean over the batch, or not known to be one."""
+def averaged_blindly(micro: MicroStep, cut: StageCut, reduction: str, gradients: Collection[int]) -> dict[int, str]:
+    """Outputs, with their paths, that are averaged, or cannot be, and are no mean over the batch, or not known to be one.
+
+    What an update makes is made of the whole batch's numbers: it is as good as what crosses into it of all micro-batches.
+    """
     outputs = {
         v: p for p, v in zip(micro.step.out_paths, micro.step.program.outputs, strict=True)
         if isinstance(v, int) and v not in gradients and not micro.growth.sample_dims(v)
     }  # fmt: skip
     state = {v for k in micro.step.state_pairs.values() if isinstance(v := micro.step.program.outputs[k], int)}
     of_data = micro.growth.of_data(list(outputs), gradients) if micro.growth.is_known else outputs.keys() - state
-    outputs = {v: p for v, p in outputs.items() if v in of_data}
-    no_means = micro.growth.no_means(list(outputs), gradients)
-    found = {}
-    for v, path in outputs.items():
+    of_data |= _of_the_batchs_size(micro, cut, outputs)
+    makers = {o: e for part in cut.updates for e in part.eqns for o in e.outputs}
+    crossing = {c.value for c in cut.crossings if c.value not in gradients and not micro.growth.sample_dims(c.value)}
+    made_of = {v: _made_of(v, makers, crossing) if v in makers else {v} for v in outputs.keys() & of_data}
+    joined = set().union(*made_of.values())
+    no_means = micro.growth.no_means(list(joined), gradients)
+
+    def is_blind(v: int) -> bool:
         scaling, how = micro.growth.of(v) or UNKNOWN, joining(micro, v, reduction)
         is_other = not scaling.is_zero and (scaling.power != 0 or bool(scaling.extreme) or scaling.is_ratio)
-        if v in no_means or how is None or (how.how == "mean" and is_other):
-            found[v] = path
-    return found
+        return v in no_means or how is None or (how.how == "mean" and is_other)
+
+    blind = set(filter(is_blind, joined))
+    return {v: outputs[v] for v, of in made_of.items() if not blind.isdisjoint(of)}
+
+
+def _of_the_batchs_size(micro: MicroStep, cut: StageCut, values: Collection[int]) -> set[int]:
+    """Those of the values that passes make of the batch's size, or of a sum over it: of the micro-batch's size, or its part of the sum."""
+    makers = {o: e for part in cut.passes for e in part.eqns for o in e.outputs if not micro.growth.sample_dims(o)}
+    parts = {key for key, statistic in micro.whole.items() if statistic.scale != 1}
+    sizes = {o for o, e in makers.items() if e.key in parts or e.key in micro.once}
+    return {v for v in values if v in makers and _made_of(v, makers, sizes)}
+
+
+def _made_of(value: int, makers: Mapping[int, FlatEqn], wanted: Collection[int]) -> set[int]:
+    """Those of the `wanted` values that it is made of by these equations."""
+    queue, seen = [value], {value}
+    while queue:
+        v = queue.pop()
+        fresh = [a for a in makers[v].read if a not in seen] if v in makers else []
+        seen.update(fresh)
+        queue.extend(fresh)
+    return seen.intersection(wanted)
 
 
 def joining(micro: MicroStep, value: int, reduction: str, *, is_gradient: bool = False) -> Joining | None:

@@ -129,7 +129,7 @@ def cut_and_joined(
     gradients = [(p.path, v) for p, v in zip(binding.phases.parameters, values, strict=True)]
     reduction, blindly = found_reduction(micro, gradients, reduction, is_asked_for=is_asked_for), dict[int, str]()
     if micro.num_microbatches > 1:
-        blindly = averaged_blindly(micro, reduction, values)
+        blindly = averaged_blindly(micro, cut, reduction, values)
         outputs = {v: p for p, v in zip(micro.step.out_paths, micro.step.program.outputs, strict=True) if isinstance(v, int)}
         of_all = micro.growth.of_all_samples(list(outputs), values, blindly)
         blindly |= {v: outputs[v] for v in of_all}

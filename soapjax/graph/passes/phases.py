@@ -221,28 +221,46 @@ def _parameters(step: TracedStep, values: Values, phase: dict[str, int], downstr
 def _gradient_of(
     program: Program, values: Values, phase: dict[str, int], out: int, shape: tuple[int, ...]
 ) -> tuple[int | None, list[int]]:
-    """The nearest backward-phase root of `shape` that `out` is computed from, through update equations of that shape.
+    """The nearest backward-phase root of `shape` that `out` is computed from, through update equations of that shape; where none
+    leads to one, also through what is transposed, or has dims of one more or less (Muon iterates on stacks of matrices).
 
     Also the sums on the way whose operands have another shape and come from the backward phase.
     """
+    found, sums = _followed(program, values, phase, out, shape, lambda other: other == shape)
+    if found is None and not sums:
+        dims = _dims(shape)
+        found, _ = _followed(program, values, phase, out, shape, lambda other: _dims(other) == dims)
+    return found, sums
+
+
+def _dims(shape: tuple[int, ...]) -> list[int]:
+    return sorted(n for n in shape if n > 1)
+
+
+def _followed(
+    program: Program, values: Values, phase: dict[str, int], out: int, shape: tuple[int, ...],
+    is_alike: Callable[[tuple[int, ...]], bool],
+) -> tuple[int | None, list[int]]:  # fmt: skip
+    """As `_gradient_of`, through update equations of shapes that are alike."""
     queue, seen = [out], {out}
     sums: list[int] = []
     while queue:
-        root = values.of(queue.pop(0)).root
+        value = queue.pop(0)
+        root = values.of(value).root
         producer = values.producer.get(root)
         if producer is None:
             if (carry := values.carries.get(root)) is not None and isinstance(carry.init, int) and carry.init not in seen:
                 seen.add(carry.init)  # of a loop over a memory of earlier gradients
                 queue.append(carry.init)
             continue
-        if phase[producer.key] == BACKWARD:
+        if phase[producer.key] == BACKWARD and tuple(program.avals[value].shape) == shape:
             return root, sums
         if phase[producer.key] == UPDATE:
             rank = max((len(program.aval(a).shape) for a in producer.inputs), default=0)
             if producer.name in ("reduce_sum", "dot_general") and rank > len(shape):
                 sums.append(root)
             fresh = [a for a in producer.read if a not in seen]
-            fresh = [a for a in fresh if tuple(program.avals[a].shape) == shape]
+            fresh = [a for a in fresh if is_alike(tuple(program.avals[a].shape))]
             seen.update(fresh)
             queue.extend(fresh)
     return None, sums

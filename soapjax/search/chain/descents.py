@@ -177,7 +177,9 @@ class Descents:
         record.tell()
 
 
-def with_fewer_blocks(run: SearchRun, fewer: FewerBlocks, begun: list[Evaluation], later: LaterStart | None) -> list[Evaluation]:
+def with_fewer_blocks(
+    run: SearchRun, fewer: FewerBlocks, begun: list[Evaluation], later: LaterStart | None = None
+) -> list[Evaluation]:  # fmt: skip
     """The starts, best first, and what was found with fewer blocks, judged in the whole step."""
     descents = Descents(run, fewer, fewer.space, for_whole=fewer.for_whole, number=OF_FEWER)
     found, stopped_by = descents.run(fewer.evaluate([fewer.of_whole(e.strategy) for e in begun]), later)
