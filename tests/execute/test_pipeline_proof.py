@@ -1,4 +1,4 @@
-"""The proof of a pipeline whose samples' draws or statistics are its micro-batches' own: what is made once is no reason for doubt."""
+"""The proof of a pipeline whose draws or statistics are its micro-batches' own: what is made once is no reason for doubt."""
 
 import jax
 import jax.numpy as jnp

@@ -277,3 +277,15 @@ def test_a_step_that_takes_other_samples_of_a_part_is_warned_of(caplog):
     w = {"a": jnp.eye(6, 4), "b": jnp.eye(4, 3)}
     soap_shard(step, microbatches=2, donate=False)(w, jnp.ones((8, 6)))
     assert any("another program" in m for m in caplog.messages)
+
+
+@pytest.mark.parametrize("num", [4, 8])
+def test_a_constant_as_long_as_the_batch_is_refused_with_one_sample_too(num):
+    """One sample would be broadcast against all of it."""
+
+    def step(w, x):
+        weights = jnp.arange(8.0)[:, None]
+        return w - 0.1 * jax.grad(lambda w: (jnp.tanh(x @ w) * weights).mean())(w)
+
+    with pytest.raises(SoapjaxError, match=r"traced with 2 of 8 samples .*incompatible shapes.*x.shape\[0\]"):
+        soap_shard(step, microbatches=num, donate=False)(jnp.eye(6, 4), jnp.ones((8, 6)))

@@ -28,7 +28,7 @@ from soapjax.graph.batch.whole_equations import consts_of_whole, equations_of_wh
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.recompute import recomputing
 from soapjax.graph.trace.program import FlatEqn
-from soapjax.graph.trace.tracing import TracedStep, trace
+from soapjax.graph.trace.tracing import CORRECT, TracedStep, trace
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -115,8 +115,9 @@ def _of_part(full: TracedStep, leaves: Sequence[int], samples: int, problems: Se
     found = [p._replace(value=f"traced with {samples} of {size} samples (of {cut}): {p.value}") for p in problems]
     if rows := [full.in_paths[i] for i in full.state_pairs if full.in_avals[i].shape[:1] == (size,)]:
         may_be = f"state is not cut, and {rows[0]} has {size} rows: if they are the samples', pass it with the batch"
-        found = [p._replace(remedy=f"{may_be}, and return it as a result; else correct the step") for p in found]
-    return found
+        return [p._replace(remedy=f"{may_be}, and return it as a result; else correct the step") for p in found]
+    remedy = "take the batch's size of the batch itself there (x.shape[0]), where it is a constant; or use one micro-batch"
+    return [p._replace(remedy=remedy) if p.remedy == CORRECT else p for p in found]
 
 
 def batch_leaves(step: TracedStep) -> tuple[int, ...]:

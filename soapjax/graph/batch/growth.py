@@ -162,6 +162,7 @@ def growth_of(
       full: the step with a batch `factor` times as large.
       batch_leaves: inputs that are data.
       with_samples: traces the step with a number of samples; called where `step` has one, and is not like `full` therefore.
+    Raises: SoapjaxError where it has one sample, and cannot be traced with two.
     """
 
     def between(small: TracedStep, large: TracedStep, factor: float, equations: dict[str, str] | None = None) -> Growth:
@@ -185,8 +186,9 @@ def growth_of(
     found = between(step, full, factor)
     if found.is_known or step.in_avals[batch_leaves[0]].shape[0] > 1:
         return found
+    # Not with two samples where it is with one, and with all: one sample is broadcast against so many constants.
+    two = with_samples(2)
     try:
-        two = with_samples(2)
         more = full if factor > 2 else with_samples(4)
     except SoapjaxError:  # a step of this one size: nothing is known of it, as of one that has other equations for every size
         return found

@@ -265,7 +265,7 @@ class SampleMixing:
         """Whether so many samples are taken whatever the batch, from a place that is not known to be the first."""
         source, *begins = eqn.inputs
         taken = self._dims(source) - self._dims(eqn.outputs[0])
-        return source in self.data and any(isinstance(begins[d], int) or np.any(np.asarray(begins[d].val)) for d in taken)
+        return source in self.data and any(isinstance(a := begins[d], int) or np.any(np.asarray(a.val)) for d in taken)
 
     def _joins_fixed_rows(self, eqn: FlatEqn) -> bool:
         if eqn.name != "concatenate" or eqn.params["dimension"] not in self._dims(eqn.outputs[0]):

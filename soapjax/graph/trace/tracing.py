@@ -27,6 +27,7 @@ from soapjax.graph.trace.source_lines import line_of_error
 from soapjax.helpers.garbage import fewer_collections
 from soapjax.helpers.own_config import has_explicit_axes, without_mesh
 
+CORRECT = "correct the step at that line"  # the remedy of what JAX cannot trace
 Unroll = bool | Literal["rows"]  # loops stay, are unrolled, or are unrolled with the stacked state that they read taken apart
 
 
@@ -236,7 +237,7 @@ def _untraceable(fn: Callable[..., Any], e: Exception) -> Problem:
         name = message.partition("unbound axis name: ")[2].split(".")[0]
         expected = "an axis that is known under one program"
         return Problem(place, value, expected, f"pass axis_name={name!r}: its one member is the whole batch then")
-    return Problem(place, value, "a function that jax.jit can trace with these arguments", "correct the step at that line")
+    return Problem(place, value, "a function that jax.jit can trace with these arguments", CORRECT)
 
 
 def signature(tree: Any) -> tuple[Any, tuple[Any, ...]]:
