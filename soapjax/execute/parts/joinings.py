@@ -182,7 +182,7 @@ def averaged_blindly(micro: MicroStep, cut: StageCut, reduction: str, gradients:
 
 
 def _of_the_batchs_size(micro: MicroStep, cut: StageCut, values: Collection[int]) -> set[int]:
-    """Those of the values that passes make of the batch's size, or of a sum over it: of the micro-batch's size, or part of the sum."""
+    """Those of the values that passes make of the batch's size, or of a sum over it: there the micro-batch's size, or its share."""
     makers = {o: e for part in cut.passes for e in part.eqns for o in e.outputs if not micro.growth.sample_dims(o)}
     parts = {key for key, statistic in micro.whole.items() if statistic.scale != 1}
     sizes = {o for o, e in makers.items() if e.key in parts or e.key in micro.once}
