@@ -2,12 +2,13 @@
 
 import dataclasses
 import itertools
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems import case
+from problems import PROBLEMS, case
 
 import soapjax
 from soapjax.errors import SoapjaxError
@@ -18,10 +19,11 @@ from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.search.proofs import branch_and_bound
 from soapjax.search.proofs.bound import bound_of, lower_bound, streams_of
 from soapjax.search.proofs.branch_and_bound import exhaustive
-from soapjax.search.relaxation.additive_start import additive_start
-from soapjax.search.relaxation.dynamic_program import optcnn, seeds, solve
+from soapjax.search.relaxation.additive_start import TOLLS, additive_start
+from soapjax.search.relaxation.candidates import coarse_candidates
+from soapjax.search.relaxation.dynamic_program import optcnn, seeds, solve, tied_solution, tolled
 from soapjax.search.relaxation.integer_program import ilp, reduced, solve_integer
-from soapjax.search.relaxation.relaxed import relax
+from soapjax.search.relaxation.relaxed import relax, relaxation_on
 from soapjax.strategy.configs import Strategy
 from soapjax.topology import load_topology
 
@@ -137,6 +139,22 @@ def test_repeated_layers_on_many_devices():
     pairwise = relaxation.pairwise()
     small, keep = reduced(pairwise, solve(pairwise).choice)
     assert sum(t.size for t in small.tables.values()) <= 40_000 and all(len(k) for k in keep)
+
+
+@pytest.mark.parametrize("model, topology", [("mlp", "a100x64"), ("mlp_of_sixes", None)])
+def test_additive_start_is_the_better_of_two_optima(model, topology):
+    """Of 64 devices, too, whose operators have thousands of configs, and of axes of three and more."""
+    found = case(model, topology) if topology else next(case(*p) for p in PROBLEMS if p[0] == model)
+    problem = PlanningProblem(found.graph, found.space, found.simulator)
+    start = problem.evaluate([additive_start(problem)])[0]
+    assert problem.space.is_valid(start.strategy) and start.is_feasible
+    relaxation = relaxation_on(problem, coarse_candidates(problem.space, seeds(problem)))
+    for toll in TOLLS:
+        pairwise = relaxation.pairwise(tolled(relaxation, toll))
+        optimum = problem.evaluate([relaxation.strategy(pairwise, tied_solution(relaxation, pairwise, []).choice)])[0]
+        assert start.cost <= optimum.cost * 1.02  # by more rounds of descent
+    with pytest.raises(TimeoutError):
+        additive_start(problem, deadline=time.monotonic() - 1)
 
 
 def test_additive_start_fits_into_memory(tiny):

@@ -1,5 +1,6 @@
 """The additive relaxation against the cost model: what is pairwise is exact, and no weighted sum exceeds the true one."""
 
+import itertools
 import time
 
 import jax
@@ -10,7 +11,7 @@ from problems import PROBLEMS, case
 
 from soapjax.search.problem import PlanningProblem
 from soapjax.search.proofs.paths import chains_of, flat, longest_paths, unflat
-from soapjax.search.relaxation.candidates import enumerate_candidates
+from soapjax.search.relaxation.candidates import coarse_candidates, enumerate_candidates
 from soapjax.search.relaxation.relaxed import relax
 from soapjax.strategy.configs import Strategy
 
@@ -107,6 +108,18 @@ def test_candidates_are_all_configs_or_a_documented_part():
     assert is_pruned
     for n, c in enumerate(fewer):
         assert 0 < len(c.storage) <= many.num_configs(n) * len(many.storages)
+
+
+def test_coarse_candidates_have_two_dims_at_most_and_those_of_the_seeds():
+    space = case("mlp", "a100x64").space
+    seeds = [space.random(np.random.default_rng(k)) for k in range(3)]
+    for n, c in enumerate(coarse_candidates(space, seeds)):
+        storages = len(space.storages) if space.owns_parameters[n] else 1
+        axes, of_seeds = {tuple(a) for a in c.axes.tolist()}, {tuple(s.axes[n].tolist()) for s in seeds}
+        assert len(c.storage) == len(axes) * storages and of_seeds <= axes
+        assert axes - of_seeds <= {tuple(v) for v in space.configs(n)}
+        changes = [sum(x != y for x, y in itertools.pairwise(a)) for a in axes - of_seeds]
+        assert len(changes) < space.num_configs(n) and max(changes) == 1 and changes.count(0) >= 2
 
 
 def test_pruning_keeps_the_seeds_and_says_so():

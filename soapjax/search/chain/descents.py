@@ -141,7 +141,8 @@ class Descents:
             racing = [*(d for d in racing if d not in active), *active]
         for d in members:
             self.leaner.offer(d.leaner.front)
-        return [d.best for d in members]
+        unused = later.take() if later is not None and later.is_there else None
+        return [*(d.best for d in members), *([] if unused is None else [unused])]
 
     def _may_descend(self, until: float) -> bool:
         record = self.record
