@@ -34,8 +34,8 @@ def enumerate_candidates(space: SearchSpace, *, is_complete: bool = False) -> tu
     """Candidates of every operator, and whether any were left out (never with `is_complete`)."""
     left_out: list[bool] = []
 
-    def listed(n: int) -> np.ndarray:
-        axes, fewer = _axes(space, n, is_complete)
+    def listed(alike: Sequence[int]) -> np.ndarray:
+        axes, fewer = _axes(space, alike[0], is_complete)
         left_out.append(fewer)
         return axes
 
@@ -48,23 +48,24 @@ def coarse_candidates(space: SearchSpace, seeds: Sequence[Strategy]) -> list[Can
     Of 5^6 configs of a product on 64 devices 80 or so remain.
     """
 
-    def listed(n: int) -> np.ndarray:
-        ordered, _ = _in_order(space, n, set(range(1, space.num_axes)))
+    def listed(alike: Sequence[int]) -> np.ndarray:
+        ordered, _ = _in_order(space, alike[0], set(range(1, space.num_axes)))
         is_coarse = (ordered[:, 1:] != ordered[:, :-1]).sum(axis=1) < COARSE_RUNS
-        return np.unique(np.concatenate([ordered[is_coarse], [s.axes[n] for s in seeds]]), axis=0)
+        return np.unique(np.concatenate([ordered[is_coarse], *(s.axes[alike] for s in seeds)]), axis=0)
 
     return _with_storages(space, listed)
 
 
-def _with_storages(space: SearchSpace, listed: Callable[[int], np.ndarray]) -> list[Candidates]:
-    """All storages of the axis assignments [K, A] that are listed for every operator; like operators are asked once."""
-    found: dict[object, np.ndarray] = {}
-    out = []
+def _with_storages(space: SearchSpace, listed: Callable[[Sequence[int]], np.ndarray]) -> list[Candidates]:
+    """All storages of the axis assignments [K, A] that are listed for operators with the same choices."""
+    groups: dict[object, list[int]] = {}
     for n, op in enumerate(space.graph.operators):
         key = (space.allowed[n].tobytes(), space.divisors[n].tobytes(), tuple((d.kind, d.is_reduced) for d in op.dims))
-        if key not in found:
-            found[key] = listed(n)
-        axes, storages = found[key], len(space.storages) if space.owns_parameters[n] else 1
+        groups.setdefault(key, []).append(n)
+    axes_of = {n: axes for alike in groups.values() for axes in [listed(alike)] for n in alike}
+    out = []
+    for n in range(space.graph.num_operators):
+        axes, storages = axes_of[n], len(space.storages) if space.owns_parameters[n] else 1
         out.append(Candidates(np.repeat(axes, storages, axis=0), np.tile(np.arange(storages, dtype=np.int8), len(axes))))
     return out
 
