@@ -19,7 +19,7 @@ from soapjax.search.chain.moves import NUM_UNIFORMS, State, leap, move_tables
 from soapjax.search.chain.record import TIME_DECIDED
 from soapjax.search.experts.baselines import BASELINES
 from soapjax.search.problem import Budget
-from soapjax.search.relaxation.additive_start import additive_start
+from soapjax.search.relaxation.coarse_optimum import additive_start
 from soapjax.strategy.configs import Strategy
 from soapjax.topology import load_topology
 

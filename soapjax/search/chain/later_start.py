@@ -1,4 +1,4 @@
-"""A start that takes a second or two to find: the additive optimum (additive_start.py), which the descents need not wait for."""
+"""A start that takes a second or two to find: the additive optimum (coarse_optimum.py), which the descents need not wait for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from soapjax.jit.programs import threads
 from soapjax.search.chain.record import Record
 from soapjax.search.descent.shortening import FewerBlocks
 from soapjax.search.problem import Evaluation, PlanningProblem
-from soapjax.search.relaxation.additive_start import additive_start, additive_start_s
+from soapjax.search.relaxation.coarse_optimum import additive_start, additive_start_s
 
 EARLIEST = 0.05  # of the budget's seconds, where time may end the search: what descents find first they find sooner alone
 WITHIN, UNTIL = 0.3, 0.6  # of them: what it may take by its estimate, and when it is given up

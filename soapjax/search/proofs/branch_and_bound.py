@@ -26,7 +26,7 @@ from soapjax.search.descent.incumbent import PROOF, Incumbent, descend, perturb
 from soapjax.search.experts.baselines import BASELINES
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 from soapjax.search.proofs.flow_game import Bounded, Node, bounded, candidate_marginals
-from soapjax.search.relaxation.additive_start import additive_start
+from soapjax.search.relaxation.coarse_optimum import additive_start
 from soapjax.search.relaxation.relaxed import Relaxation, relax
 from soapjax.strategy.configs import Strategy
 
