@@ -1,4 +1,5 @@
-"""What comes before the walk: descents from the best start and from a random one, and perturbations of their ends (descending.py).
+"""What comes before the walk: descents from the best start, from a random one and from the additive optimum (later_start.py), and
+perturbations of the best end (descending.py).
 
 A step of many equal blocks descends with few of them first (shortening.py), and as a whole only for a short time.
 """
