@@ -12,9 +12,9 @@ starts and from a random one, and exchange states between rounds (parallel tempe
 better for long starts again elsewhere. Costs are scaled by the best start, so that beta means the same for every model.
 
 First the best of the baselines, a random start and the additive optimum (coarse_optimum.py), where it can be had in time, *descend*
-in moves of whole groups, and the best end is *perturbed* (descending.py). Meanwhile the chains' programs are compiled (compiling.py),
-where no problem of the same sizes has needed them before, and the chains walk when perturbations no longer help, or their share of
-the time is over (descents.py); a search too short for that compiles none, and goes on with perturbations.
+in moves of whole groups, and the best end is *perturbed* (descending.py). Meanwhile the chains' programs are compiled
+(compiling.py), where no problem of the same sizes has needed them before, and the chains walk when perturbations no longer help, or
+their share of the time is over (descents.py); a search too short for that compiles none, and goes on with perturbations.
 A space with pins is searched without them first: pins tell devices apart, and a simulation takes several times as long. Time is
 looked at between rounds only, so a run that time ended is replayed by its number of proposals, unless its notes say that time
 decided what was judged.
