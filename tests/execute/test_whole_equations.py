@@ -73,7 +73,10 @@ def assert_as_plain(step, args, **how):
 PIPELINE = {"pipeline": "1f1b", "stages": 2, "microbatches": 2}
 
 
-@pytest.mark.parametrize("how", [{"microbatches": 2}, {"microbatches": BATCH}, PIPELINE], ids=["two", "of one sample", "pipeline"])
+HOWS = {"argvalues": [{"microbatches": 2}, {"microbatches": BATCH}, PIPELINE], "ids": ["two", "of one sample", "pipeline"]}
+
+
+@pytest.mark.parametrize("how", **HOWS)
 @pytest.mark.parametrize("name", EXTRAS)
 def test_state_is_that_of_the_whole_batch(name, how):
     extra, begin = EXTRAS[name]
@@ -201,26 +204,35 @@ def test_an_update_that_depends_on_the_whole_batchs_loss_is_not_warned_of(guard,
     assert not caplog.records
 
 
-RUNNING = {  # of what was before, and of the batch
-    "a mean by counts": lambda old, x: old + (x.mean(0) - old) * len(x) / (40 + len(x)),
-    "a sum": lambda old, x: old + x.sum(0),
-    "a decay by the number of samples": lambda old, x: old + (x.mean(0) - old) * (1 - 0.98 ** len(x)),
-}
+RUNNING = {  # of what was before, and of the batch: the new one, and what samples have of it
+    "a mean by counts": lambda old, x: (new := old + (x.mean(0) - old) * len(x) / (40 + len(x)), x - new),
+    "a sum": lambda old, x: (new := old + x.sum(0), x - 0.01 * new),
+    "a decay by the number of samples": lambda old, x: (new := old + (x.mean(0) - old) * (1 - 0.98 ** len(x)), x - new),
+    "an average": lambda old, x: (new := 0.9 * old + 0.1 * x.mean(0), x - new),
+    "a deviation": lambda old, x: (new := 0.9 * old + 0.1 * x.std(0), x / (new + 1)),
+    "a largest value": lambda old, x: (new := jnp.maximum(0.9 * old, jnp.abs(x).max(0)), x / new),
+    "a count": lambda old, x: (new := old + len(x), 10 * x / (1 + new)),
+    "what a class has": lambda old, x: (
+        new := old + (x > 0).sum(0), x * (new / new.sum())[jnp.argmax(x, 1)][:, None]
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RUNNING)
-def test_running_statistics_that_passes_read_are_named(name, caplog):
-    """They are of the micro-batch's own size there: no more than a warning, but one that says which state it is."""
-
+def step_with_running(name):
     def step(s, x, y):
-        new = RUNNING[name](s["seen"], x)
-        grads = jax.grad(lambda p: ((net(p, x - 0.01 * new) - y) ** 2).mean())(s["p"])
-        return {"p": jax.tree.map(lambda p, g: p - 0.1 * g, s["p"], grads), "seen": new}
+        new, inputs = RUNNING[name](s["seen"], x)
+        grads = jax.grad(lambda p: ((net(p, inputs) - y) ** 2).mean())(s["p"])
+        return {"p": jax.tree.map(lambda p, g: p - 0.1 * g, s["p"], grads), "seen": new}, new.mean()
 
+    return step
+
+
+@pytest.mark.parametrize("how", **HOWS)
+@pytest.mark.parametrize("name", RUNNING)
+def test_running_statistics_that_passes_read_are_the_whole_batchs(name, how, caplog):
     s, x, y = arguments(np.int32(0))
-    soapjax.soap_shard(step, topology="cpu8", proposals=8, microbatches=2)({"p": s["p"], "seen": jnp.zeros(x.shape[1])}, x, y)
-    (said,) = [r.getMessage() for r in caplog.records if "put together" in r.getMessage()]
-    assert said.endswith("out.seen")
+    assert_as_plain(step_with_running(name), ({"p": s["p"], "seen": jnp.zeros(x.shape[1])}, x, y), **how)
+    assert not caplog.records
 
 
 MOST = {

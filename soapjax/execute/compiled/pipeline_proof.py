@@ -78,7 +78,7 @@ def _by_micro_batch(step: PipelineStep, arguments: list[Any]) -> Reference:
     def run(arguments: list[Any], *, is_float64: bool = False) -> Numbers:
         parts, statistics = [], BatchStatistics(micro, [*micro.whole], is_float64=is_float64)
         with in_precision(micro.step.program, is_float64):
-            found = jax.jit(statistics.of_batch)({k: arguments[k] for k in statistics.leaves})
+            found = jax.jit(statistics.of_batch)({k: arguments[k] for k in (*statistics.leaves, *statistics.state)})
         whole = dict(zip(statistics.keys, found, strict=True))
         for m in range(micro.num_microbatches):
             mine = list(arguments)

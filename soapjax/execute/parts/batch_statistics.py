@@ -16,7 +16,7 @@ from soapjax.graph.batch.whole_batch import part_for
 class BatchStatistics:
     """Of a micro-batched step the numbers that its equations `keys` pass on.
 
-    leaves: which parts of the batch they are made of.
+    leaves: which parts of the batch they are made of; `state`, which input leaves beside these.
     """
 
     def __init__(self, micro: MicroStep, keys: Sequence[str], *, is_float64: bool = False):
@@ -24,22 +24,22 @@ class BatchStatistics:
         whole = micro.full.program
         self._program, read = part_for(whole, [w.value for w in self._wanted])
         self.leaves = [k for k in micro.batch_leaves if whole.inputs[k] in read]
+        self.state = [k for k, v in enumerate(whole.inputs) if v in read and k not in micro.batch_leaves]
         self._evaluator = ProgramEvaluator(self._program, is_float64=is_float64)
 
-    def of_batch(self, batch: Mapping[int, Any]) -> list[Any]:
-        """By equation its number, of the whole batch (by input leaf)."""
+    def of_batch(self, given: Mapping[int, Any]) -> list[Any]:
+        """By equation its number, of the whole batch and of state (by input leaf)."""
         evaluator, program = self._evaluator, self._program
         env: dict[Any, Any] = {k: evaluator.lift(v) for k, v in program.consts.items()}
-        inputs = [program.inputs[k] for k in self.leaves]
-        env.update((v, evaluator.as_traced(v, batch[k])) for v, k in zip(inputs, self.leaves, strict=True))
+        env.update((program.inputs[k], evaluator.as_traced(program.inputs[k], given[k])) for k in (*self.leaves, *self.state))
         evaluator.block(program, env)
         return [env[w.value] if w.scale == 1 else env[w.value] * jnp.asarray(w.scale, env[w.value].dtype) for w in self._wanted]
 
     def jitted(self, sharding: Any) -> Any:
-        """`(*micro-batches of `leaves`, stacked) -> numbers`, each laid out as `sharding`."""
+        """`(*micro-batches of `leaves`, stacked, *`state`) -> numbers`, each laid out as `sharding`."""
 
-        def statistics(*stacked: Any) -> tuple[Any, ...]:
-            batch = {k: x.reshape(-1, *x.shape[2:]) for k, x in zip(self.leaves, stacked, strict=True)}
-            return tuple(self.of_batch(batch))
+        def statistics(*given: Any) -> tuple[Any, ...]:
+            batch = {k: x.reshape(-1, *x.shape[2:]) for k, x in zip(self.leaves, given, strict=False)}
+            return tuple(self.of_batch(batch | dict(zip(self.state, given[len(batch) :], strict=True))))
 
         return jax.jit(statistics, out_shardings=(sharding,) * len(self._wanted))

@@ -213,6 +213,7 @@ def joining(micro: MicroStep, value: int, reduction: str, *, is_gradient: bool =
         return Joining("join", dims[0], micro.num_microbatches ** (power or 0.0)) if len(dims) == 1 else None
     if scaling is not None and scaling.power == 1.0:
         return Joining("sum")
-    if scaling is not None and scaling.extreme in ("max", "min") and value in micro.step.program.outputs:
+    wanted = value in micro.running or value in micro.step.program.outputs
+    if wanted and scaling is not None and scaling.extreme in ("max", "min"):
         return Joining(scaling.extreme)
     return Joining("mean") if jax.dtypes.issubdtype(micro.step.program.avals[value].dtype, np.inexact) else None

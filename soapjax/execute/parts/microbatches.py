@@ -47,6 +47,7 @@ class MicroStep:
     after_all: frozenset[str] = frozenset()
     # Those that pass on numbers of the whole batch (graph/batch/whole_batch.py).
     whole: Mapping[str, BatchStatistic] = dataclasses.field(default_factory=dict)
+    running: frozenset[int] = frozenset()  # what running statistics of the whole batch are made of
     # By the key of an equation what runs in its place once per step (graph/batch/whole_equations.py).
     once: Mapping[str, FlatEqn] = dataclasses.field(default_factory=dict)
     consts_once: Mapping[int, Any] = dataclasses.field(default_factory=dict)  # likewise
@@ -97,15 +98,25 @@ def micro_step(
             raise SoapjaxError(_of_part(full, leaves, samples, e.problems)) from e
 
     small = with_samples(size // num_microbatches)
-    grows = growth_of(small, full, leaves, num_microbatches, with_samples=with_samples)
+    grows = growth_of(
+        small, full, leaves, num_microbatches, with_samples=with_samples, state_leaves=_untrained_state(full)
+    )  # fmt: skip
     draws = draws_alike(small.program, {small.program.inputs[k] for k in leaves})
     program, whole = grows.with_whole(small.program, num_microbatches)
     once = equations_of_whole(small.program, full.program, num_microbatches)
+    making = grows.making_running
     return MicroStep(
         step=dataclasses.replace(small, program=program), batch_leaves=leaves, num_microbatches=num_microbatches, batch_size=size,
         full=full, growth=grows, draws=draws, whole=whole, once=once, consts_once=consts_of_whole(small.program, full.program),
-        after_all=grows.after_means(small.program.outputs),
+        after_all=grows.after_means(small.program.outputs) | making,
+        running=frozenset(a for e in program.eqns if e.key in making for a in e.read),
     )  # fmt: skip
+
+
+def _untrained_state(step: TracedStep) -> list[int]:
+    """Input leaves that the step returns anew, and of which there is no gradient."""
+    trained = build_graph(step)[1].phases.trained
+    return [k for k in step.state_pairs if step.program.inputs[k] not in trained]
 
 
 def _of_part(full: TracedStep, leaves: Sequence[int], samples: int, problems: Sequence[Problem]) -> list[Problem]:

@@ -86,6 +86,10 @@ class PipelineStream:
         """The parts of the batch that numbers of all of it are made of."""
         return [self.staged.traced.step.program.inputs[leaf] for leaf in statistics.leaves]
 
+    def _state_of(self, statistics: BatchStatistics) -> list[int]:
+        """The state that they are made of, too."""
+        return [self.staged.traced.step.program.inputs[leaf] for leaf in statistics.state]
+
     def _find_sums(self) -> None:
         for crossing in self.cut.crossings:
             if not self.staged.joinings[crossing.value].is_sum or crossing.value in self.batch:
@@ -170,6 +174,7 @@ class PipelineStream:
     def _move_state(self) -> None:
         """Parameters and other state to the stages that read what another holds."""
         late = [(v, p.place) for p in self.cut.updates for v in p.inputs if v in self.cut.home]
+        late += [(v, s) for s, found in self.statistics.items() for v in self._state_of(found)]
         reads = [(v, s) for v, stages in self.moved_to.items() for s in stages if v in self.cut.home]
         moves: dict[tuple[int, int], list[int]] = {}
         for v, s in dict.fromkeys([*reads, *late]):
@@ -220,9 +225,9 @@ class PipelineStream:
     def _whole_batch(self) -> None:
         """The numbers of the whole batch, on stages that read one."""
         for s, found in self.statistics.items():
-            batch = [("batch", v, s) for v in self._made_of(found)]
+            given = [("batch", v, s) for v in self._made_of(found)] + [self.name(v, s, None) for v in self._state_of(found)]
             names = [("statistic", k, s) for k in found.keys]
-            self.out.call(f"statistics {s}", self.track(s), found.jitted(self.places[s].whole), batch, names)
+            self.out.call(f"statistics {s}", self.track(s), found.jitted(self.places[s].whole), given, names)
 
     def _all_of_batch(self) -> None:
         for s, values in self.read_late.items():

@@ -13,12 +13,20 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from soapjax.errors import SoapjaxError
 from soapjax.graph.batch.batch_means import after_means
 from soapjax.graph.batch.batch_scaling import UNKNOWN, Scaling, is_backward, sample_dims, scalings
 from soapjax.graph.batch.sample_mixing import SampleMixing
-from soapjax.graph.batch.whole_batch import BatchStatistic, Read, passed_on, statistics_read, with_given
+from soapjax.graph.batch.whole_batch import (
+    BatchStatistic,
+    Read,
+    passed_on,
+    running_statistics_read,
+    statistics_read,
+    with_given,
+)
 from soapjax.graph.trace.dataflow import follow
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
 from soapjax.graph.trace.tracing import TracedStep
@@ -39,6 +47,7 @@ class Growth:
     batch: the inputs of `small` that are data.
     whole: where `small` reads a number that is to be the whole batch's -> its value, and the power by which it grows. In `small`
       and `large` others, which nothing makes, stand for these.
+    running: equations of `small` that make numbers of the whole batch of statistics and of state.
     """
 
     small: Program
@@ -48,6 +57,7 @@ class Growth:
     counterpart: dict[int, int] | None = None
     equations: dict[str, str] | None = None
     whole: Mapping[Read, tuple[int, float]] = dataclasses.field(default_factory=dict)
+    running: frozenset[str] = frozenset()
 
     @property
     def is_known(self) -> bool:
@@ -81,6 +91,11 @@ class Growth:
         mine = [v for v in map(self.value, wanted) if v is not None]
         found = after_means(self.small, self.large, self.scaling, self.batch, mine)
         return found if self.equations is None else found & self.equations.keys()
+
+    @property
+    def making_running(self) -> frozenset[str]:
+        """The equations of `running`, in the step."""
+        return self.running if self.equations is None else frozenset(self.equations[k] for k in self.running if k in self.equations)
 
     def no_means(self, values: Sequence[int], gradients: Collection[int]) -> set[int]:
         """Those of the step's `values` that are made of the batch otherwise than means are, and not of means of the whole batch.
@@ -154,13 +169,15 @@ class Growth:
 
 
 def growth_of(
-    step: TracedStep, full: TracedStep, batch_leaves: Sequence[int], factor: int, *, with_samples: Callable[[int], TracedStep]
+    step: TracedStep, full: TracedStep, batch_leaves: Sequence[int], factor: int, *, with_samples: Callable[[int], TracedStep],
+    state_leaves: Sequence[int] = (),
 ) -> Growth:  # fmt: skip
     """How the values of `step` grow with its batch.
 
     Args:
       full: the step with a batch `factor` times as large.
       batch_leaves: inputs that are data.
+      state_leaves: inputs that are state which no gradient is of.
       with_samples: traces the step with a number of samples; called where `step` has one, and is not like `full` therefore.
     Raises: SoapjaxError where it has one sample, and cannot be traced with two.
     """
@@ -171,17 +188,26 @@ def growth_of(
         found = scalings(one, more, factor)
         if not found:
             return Growth(one, more, found, batch, equations=equations)
+
+        def has_samples(a: Atom) -> bool:
+            return bool(sample_dims(one, more, a))
+
+        state, sized = {one.inputs[k] for k in state_leaves}, _with_other_literals(one, more)
+        running, making = running_statistics_read(one, batch, state, has_samples, lambda e: e.key in sized)
         known = {v for v, scaling in found.items() if scaling.is_sum or scaling.power is not None}
-        reads = statistics_read(one, batch, lambda a: bool(sample_dims(one, more, a)), known.__contains__)
+        reads = statistics_read(one, batch, has_samples, known.__contains__)
+        powers = {read: _power(found[v], one.avals[v]) for read, v in reads.items() if read[0] not in making}
+        powers |= dict.fromkeys(running, 0.0)
+        reads |= running
         whole = {
-            read: (value, power) for read, value in reads.items()
-            if (power := _power(found[value], one.avals[value])) is not None and (equations is None or read[0] in equations)
+            read: (reads[read], power) for read, power in powers.items()
+            if power is not None and (equations is None or read[0] in equations)
         }  # fmt: skip
         growth = _with_statistics(one, more, factor, batch, equations, whole)
         if beside := _read_for_results(growth, one):
             whole = {read: of for read, of in whole.items() if read not in beside}
             growth = _with_statistics(one, more, factor, batch, equations, whole)
-        return growth
+        return dataclasses.replace(growth, running=frozenset(making))
 
     found = between(step, full, factor)
     if found.is_known or step.in_avals[batch_leaves[0]].shape[0] > 1:
@@ -199,6 +225,15 @@ def growth_of(
     values |= {v: w for v, w in ends if isinstance(v, int) and isinstance(w, int)}
     samples = more.in_avals[batch_leaves[0]].shape[0]
     return dataclasses.replace(between(two, more, samples / 2, equations), counterpart=values)
+
+
+def _with_other_literals(one: Program, more: Program) -> set[str]:
+    """Equations (keys) that have the batch's size, or what follows from it, as a number."""
+
+    def values(eqn: FlatEqn) -> list[bytes]:
+        return [np.asarray(a.val).tobytes() for a in eqn.inputs if not isinstance(a, int)]
+
+    return {a.key for a, b in zip(one.eqns, more.eqns, strict=True) if values(a) != values(b)}
 
 
 def _with_statistics(

@@ -9,7 +9,8 @@ So does one with weights that are divided by their largest, or inputs that are n
 number that is made of the batch alone, and is no sample's, that may be computed of the whole batch before the passes begin: the
 M-th part of a sum, all of a mean or of a largest value. What depends on parameters (an overlap of classes) is known only after the
 forward pass, and has a derivative of its own; what is drawn is drawn for every micro-batch: neither is offered. Nor is what is read
-within loops, but for what the loop is given.
+within loops, but for what the loop is given. State that no gradient is of (a running mean of what was seen) may take part where no
+sample has a number of its own: the new running mean, by which samples are normalised, is the whole batch's.
 
 In the program such a number is read through an equation that changes nothing, by which executors find it again: where nothing is
 given for it, an equation reads its own batch's number, as the step says.
@@ -43,6 +44,40 @@ class BatchStatistic(NamedTuple):
 
 
 Read = tuple[str, int]  # an equation's key, and which of its operands
+
+
+def running_statistics_read(
+    program: Program, batch: Collection[int], state: Collection[int], has_samples: Callable[[Atom], bool],
+    is_sized: Callable[[FlatEqn], bool],
+) -> tuple[dict[Read, int], set[str]]:  # fmt: skip
+    """Where what samples have meets numbers that are made of statistics of the inputs `batch` and of `state`, and which they are.
+
+    Also the equations (keys) that make numbers of state, of these too, where there are any.
+
+    Args:
+      is_sized: whether an equation has the batch's size in it.
+    """
+    made = dict.fromkeys([*batch, *state], False)  # of batch, state and constants alone -> whether of the batch, and of state
+    of_batch, mixed = set(batch), set(state)
+    found, makers = dict[Read, int](), set[str]()
+    for eqn in program.eqns:
+        values = [a for a in eqn.read if a not in program.consts]
+        of_state = not mixed.isdisjoint(values)
+        has = any(map(has_samples, (*values, *eqn.outputs)))
+        is_alone = all(v in made for v in values) and eqn.body is None and not (of_state and has)
+        if is_alone and not any(is_key(program.aval(a)) for a in (*eqn.inputs, *eqn.outputs)):
+            made.update(dict.fromkeys(eqn.outputs, True))
+            if of_state:
+                mixed.update(eqn.outputs)
+                makers.add(eqn.key)
+            if not of_batch.isdisjoint(values) or (of_state and is_sized(eqn)):
+                of_batch.update(eqn.outputs)
+        elif has:
+            found.update({
+                (eqn.key, j): a for j, a in enumerate(eqn.inputs)
+                if isinstance(a, int) and made.get(a) and a in mixed and a in of_batch and not has_samples(a)
+            })  # fmt: skip
+    return found, makers if found else set()
 
 
 def statistics_read(
