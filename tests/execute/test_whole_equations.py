@@ -417,8 +417,7 @@ def test_a_target_network_of_scanned_layers_makes_a_result(layers, how):
     assert_as_plain(step, ({"p": p, "o": tx.init(p), "t": jax.tree.map(np.copy, p)}, x, y), **how)
 
 
-def test_products_of_an_update_over_all_samples_are_no_reason_to_doubt_a_plan():
-    step, args = step_with(EXTRAS["a covariance"][0]), arguments(EXTRAS["a covariance"][1])
+def proof_of(step, args):
     plan = soapjax.plan_pipeline(step, *args, topology="cpu8", proposals=8, **PIPELINE)[0]
 
     def made(is_float64):
@@ -426,4 +425,15 @@ def test_products_of_an_update_over_all_samples_are_no_reason_to_doubt_a_plan():
 
     run = made(False)
     ops = inspect_stream(run.dispatches(), run.argument_structs()).ops
-    assert verify_pipeline(made, jax.tree.leaves(args), ops).numbers.is_proven
+    return verify_pipeline(made, jax.tree.leaves(args), ops)
+
+
+def test_products_of_an_update_over_all_samples_are_no_reason_to_doubt_a_plan():
+    extra, begin = EXTRAS["a covariance"]
+    assert proof_of(step_with(extra), arguments(begin)).numbers.is_proven
+
+
+def test_a_pipeline_with_running_statistics_is_proven():
+    s, x, y = arguments(np.int32(0))
+    found = proof_of(step_with_running("a mean by counts"), ({"p": s["p"], "seen": jnp.zeros(x.shape[1])}, x, y))
+    assert found.numbers.is_proven and found.reference == "the whole batch"
