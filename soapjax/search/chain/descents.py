@@ -136,7 +136,9 @@ class Descents:
             shown = [d for d in racing if d.is_over or d.judged >= RACED]
             if len(racing) > AT_ONCE <= len(shown):
                 racing.remove(max(shown, key=lambda d: d.best.cost))
-            if not (active := [d for d in racing if not d.is_over][:AT_ONCE]):
+            # While a start is looked for, one of two cores is left to that.
+            at_once = AT_ONCE - (later is not None and later.is_looked_for)
+            if not (active := [d for d in racing if not d.is_over][:at_once]):
                 break
             self._one_round(active)
             racing = [*(d for d in racing if d not in active), *active]

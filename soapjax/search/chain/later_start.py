@@ -38,6 +38,10 @@ class LaterStart:
         pool.shutdown(wait=False)
 
     @property
+    def is_looked_for(self) -> bool:
+        return self._found is not None and not self._found.done()
+
+    @property
     def is_there(self) -> bool:
         return self._found is not None and self._found.done()
 
