@@ -57,26 +57,22 @@ def running_statistics_read(
     Args:
       is_sized: whether an equation has the batch's size in it.
     """
-    made = dict.fromkeys([*batch, *state], False)  # of batch, state and constants alone -> whether of the batch, and of state
-    of_batch, mixed = set(batch), set(state)
+    alone, of_batch, of_state = {*batch, *state}, set(batch), set(state)  # made of batch, state and constants alone
     found, makers = dict[Read, int](), set[str]()
     for eqn in program.eqns:
         values = [a for a in eqn.read if a not in program.consts]
-        of_state = not mixed.isdisjoint(values)
-        has = any(map(has_samples, (*values, *eqn.outputs)))
-        is_alone = all(v in made for v in values) and eqn.body is None and not (of_state and has)
+        reads_state, has = not of_state.isdisjoint(values), any(map(has_samples, (*values, *eqn.outputs)))
+        is_alone = alone.issuperset(values) and eqn.body is None and not (reads_state and has)
         if is_alone and not any(is_key(program.aval(a)) for a in (*eqn.inputs, *eqn.outputs)):
-            made.update(dict.fromkeys(eqn.outputs, True))
-            if of_state:
-                mixed.update(eqn.outputs)
+            alone.update(eqn.outputs)
+            if reads_state:
+                of_state.update(eqn.outputs)
                 makers.add(eqn.key)
-            if not of_batch.isdisjoint(values) or (of_state and is_sized(eqn)):
+            if not of_batch.isdisjoint(values) or (reads_state and is_sized(eqn)):
                 of_batch.update(eqn.outputs)
         elif has:
-            found.update({
-                (eqn.key, j): a for j, a in enumerate(eqn.inputs)
-                if isinstance(a, int) and made.get(a) and a in mixed and a in of_batch and not has_samples(a)
-            })  # fmt: skip
+            mine = ((j, a) for j, a in enumerate(eqn.inputs) if isinstance(a, int))
+            found.update({(eqn.key, j): a for j, a in mine if a in of_state and a in of_batch})
     return found, makers if found else set()
 
 
