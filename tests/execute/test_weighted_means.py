@@ -266,6 +266,21 @@ def test_a_permutation_of_as_many_samples_as_there_are_is_every_micro_batchs_own
     np.testing.assert_allclose(soap_shard(step, microbatches=2, donate=False)(w, x), jax.jit(step)(w, x), rtol=1e-5)
 
 
+@pytest.mark.parametrize("take", [lambda x, i: x[i], lambda x, i: jax.lax.dynamic_index_in_dim(x, i, keepdims=False)])
+def test_a_loop_over_samples_is_no_reading_by_constant_numbers(take):
+    """It reads them one by one, as many as there are."""
+
+    def step(w, x):
+        def loss(w):
+            one = lambda i, total: total + jnp.tanh(take(x, i) @ w).sum()  # noqa: E731
+            return jnp.tanh(x @ w).mean() + jax.lax.fori_loop(0, len(x), one, 0.0) / len(x)
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    micro = micro_step(step, jnp.eye(6, 4), jnp.ones((8, 6)), num_microbatches=2)
+    assert micro.growth.mixing(micro.step.program.outputs).by_number() is None
+
+
 def test_a_step_that_takes_other_samples_of_a_part_is_warned_of(caplog):
     def step(w, x):
         def loss(w):

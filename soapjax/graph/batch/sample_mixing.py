@@ -247,8 +247,9 @@ class SampleMixing:
         return any(found[d] == shape[d] > 1 and d not in own for found, own in made for d in dims)
 
     def _reads_by_number(self, eqn: FlatEqn, placed: Collection[int]) -> bool:
+        is_outermost = "." not in eqn.key  # a loop over samples reads them one by one
         if eqn.name == "dynamic_slice":
-            return self._takes_a_window(eqn)
+            return is_outermost and self._takes_a_window(eqn)
         if eqn.name == "gather":
             over = eqn.params["dimension_numbers"].start_index_map
         elif eqn.name.startswith("scatter"):
@@ -258,8 +259,8 @@ class SampleMixing:
         source, numbers = eqn.inputs[0], eqn.inputs[1]
         if self._dims(source).isdisjoint(over):
             return False
-        is_fixed = eqn.name == "gather" and source in self.data and not self._dims(numbers) and not self._dims(eqn.outputs[0])
-        return is_fixed or (isinstance(numbers, int) and numbers in self.data and numbers not in placed)
+        is_fixed = source in self.data and not self._dims(numbers) and not self._dims(eqn.outputs[0])
+        return (is_fixed and is_outermost and eqn.name == "gather") or (isinstance(numbers, int) and numbers in self.data and numbers not in placed)
 
     def _takes_a_window(self, eqn: FlatEqn) -> bool:
         """Whether so many samples are taken whatever the batch, from a place that is not known to be the first."""
