@@ -260,7 +260,8 @@ class SampleMixing:
         if self._dims(source).isdisjoint(over):
             return False
         is_fixed = source in self.data and not self._dims(numbers) and not self._dims(eqn.outputs[0])
-        return (is_fixed and is_outermost and eqn.name == "gather") or (isinstance(numbers, int) and numbers in self.data and numbers not in placed)
+        is_of_batch = isinstance(numbers, int) and numbers in self.data and numbers not in placed
+        return is_of_batch or (is_fixed and is_outermost and eqn.name == "gather")
 
     def _takes_a_window(self, eqn: FlatEqn) -> bool:
         """Whether so many samples are taken whatever the batch, from a place that is not known to be the first."""
