@@ -18,7 +18,8 @@ from soapjax.costs.tables.problem_tables import cost_tables
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import TracedStep, trace
 from soapjax.helpers.own_config import on_cpu
-from soapjax.jit.programs import know_surroundings, threads
+from soapjax.jit.beside import Beside
+from soapjax.jit.programs import know_surroundings
 from soapjax.search.chain.engine import engine_of
 from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.simulator import Simulator
@@ -47,9 +48,7 @@ def begin_programs(num_leaves: int, topology: DeviceTopology, *, walks: bool) ->
             engine.is_at_hand()
             prepare_reshards(problem.simulator.tables.links)  # for the additive optimum, one of the starts
 
-    pool = threads(1)
-    pool.submit(prepare)
-    pool.shutdown(wait=False)
+    Beside(prepare).begin()
 
 
 def problem_like(num_leaves: int, topology: DeviceTopology) -> PlanningProblem:

@@ -130,7 +130,7 @@ def test_what_is_found_is_judged_in_the_whole_graph(monkeypatch):
 
     monkeypatch.setattr(descents.FewerBlocks, "evaluate", too_low)
     fewer, key = fewer_blocks(problem), jax.random.key(0)
-    programs = SimpleNamespace(is_ready=True, is_compiling=False, begin=lambda: None, begin_by=lambda spent: None)
+    programs = SimpleNamespace(is_ready=True, is_running=False, begin=lambda: None, begin_by=lambda spent: None)
 
     def found():
         begun = starts(key, problem, Budget())

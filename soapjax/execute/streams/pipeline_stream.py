@@ -82,13 +82,9 @@ class PipelineStream:
                 found.setdefault(part.place, set()).update(mine)
         return {s: sorted(values) for s, values in found.items()}
 
-    def _made_of(self, statistics: BatchStatistics) -> list[int]:
-        """The parts of the batch that numbers of all of it are made of."""
-        return [self.staged.traced.step.program.inputs[leaf] for leaf in statistics.leaves]
-
-    def _state_of(self, statistics: BatchStatistics) -> list[int]:
-        """The state that they are made of, too."""
-        return [self.staged.traced.step.program.inputs[leaf] for leaf in statistics.state]
+    def _inputs(self, leaves: Sequence[int]) -> list[int]:
+        """What numbers of the whole batch are made of: parts of the batch, or state."""
+        return [self.staged.traced.step.program.inputs[leaf] for leaf in leaves]
 
     def _find_sums(self) -> None:
         for crossing in self.cut.crossings:
@@ -152,7 +148,7 @@ class PipelineStream:
         """Takes the batch apart into micro-batches, on every stage that reads some of it; the names that are given."""
         feeds: dict[int, list[int]] = {}
         for leaf in self.staged.micro.batch_leaves:
-            of_all = [s for s, found in self.statistics.items() if self.program.inputs[leaf] in self._made_of(found)]
+            of_all = [s for s, found in self.statistics.items() if self.program.inputs[leaf] in self._inputs(found.leaves)]
             late = [s for s, values in self.read_late.items() if self.program.inputs[leaf] in values]
             for s in dict.fromkeys([*self.moved_to.get(self.program.inputs[leaf], ()), *of_all, *late]):
                 feeds.setdefault(s, []).append(leaf)
@@ -174,7 +170,7 @@ class PipelineStream:
     def _move_state(self) -> None:
         """Parameters and other state to the stages that read what another holds."""
         late = [(v, p.place) for p in self.cut.updates for v in p.inputs if v in self.cut.home]
-        late += [(v, s) for s, found in self.statistics.items() for v in self._state_of(found)]
+        late += [(v, s) for s, found in self.statistics.items() for v in self._inputs(found.state)]
         reads = [(v, s) for v, stages in self.moved_to.items() for s in stages if v in self.cut.home]
         moves: dict[tuple[int, int], list[int]] = {}
         for v, s in dict.fromkeys([*reads, *late]):
@@ -225,7 +221,8 @@ class PipelineStream:
     def _whole_batch(self) -> None:
         """The numbers of the whole batch, on stages that read one."""
         for s, found in self.statistics.items():
-            given = [("batch", v, s) for v in self._made_of(found)] + [self.name(v, s, None) for v in self._state_of(found)]
+            given = [("batch", v, s) for v in self._inputs(found.leaves)]
+            given += [self.name(v, s, None) for v in self._inputs(found.state)]
             names = [("statistic", k, s) for k in found.keys]
             self.out.call(f"statistics {s}", self.track(s), found.jitted(self.places[s].whole), given, names)
 

@@ -86,6 +86,17 @@ def are_alike(small: Program, large: Program) -> bool:
     )
 
 
+def has_other_literals(a: FlatEqn, b: FlatEqn) -> bool:
+    """Whether two equations that are alike have other numbers among their operands."""
+
+    def is_other(x: Atom, y: Atom) -> bool:
+        if isinstance(x, int) or isinstance(y, int):
+            return False
+        return not np.array_equal(np.asarray(x.val), np.asarray(y.val), equal_nan=np.asarray(x.val).dtype.kind == "f")
+
+    return any(map(is_other, a.inputs, b.inputs))
+
+
 def sample_dims(small: Program, large: Program, atom: Atom) -> tuple[int, ...]:
     """Dims of a value that grow with the batch."""
     if not isinstance(atom, int):

@@ -13,11 +13,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from soapjax.errors import SoapjaxError
 from soapjax.graph.batch.batch_means import after_means
-from soapjax.graph.batch.batch_scaling import UNKNOWN, Scaling, is_backward, sample_dims, scalings
+from soapjax.graph.batch.batch_scaling import UNKNOWN, Scaling, has_other_literals, is_backward, sample_dims, scalings
 from soapjax.graph.batch.sample_mixing import SampleMixing
 from soapjax.graph.batch.whole_batch import (
     BatchStatistic,
@@ -84,8 +83,11 @@ class Growth:
 
     def after_means(self, wanted: Sequence[Atom]) -> frozenset[str]:
         """Equations of the step between means over the batch and what they make of its values `wanted` (batch_means.py)."""
-        found = self._after_means(wanted)
-        return found if self.equations is None else frozenset(self.equations[k] for k in found)
+        return self._keys(self._after_means(wanted))
+
+    def _keys(self, keys: Collection[str]) -> frozenset[str]:
+        """The keys of equations of `small`, in the step; not of those that it lacks."""
+        return frozenset(keys if self.equations is None else (self.equations[k] for k in keys if k in self.equations))
 
     def _after_means(self, wanted: Sequence[Atom]) -> frozenset[str]:
         mine = [v for v in map(self.value, wanted) if v is not None]
@@ -95,7 +97,7 @@ class Growth:
     @property
     def making_running(self) -> frozenset[str]:
         """The equations of `running`, in the step."""
-        return self.running if self.equations is None else frozenset(self.equations[k] for k in self.running if k in self.equations)
+        return self._keys(self.running)
 
     def no_means(self, values: Sequence[int], gradients: Collection[int]) -> set[int]:
         """Those of the step's `values` that are made of the batch otherwise than means are, and not of means of the whole batch.
@@ -192,7 +194,8 @@ def growth_of(
         def has_samples(a: Atom) -> bool:
             return bool(sample_dims(one, more, a))
 
-        state, sized = {one.inputs[k] for k in state_leaves}, _with_other_literals(one, more)
+        state = {one.inputs[k] for k in state_leaves}
+        sized = {a.key for a, b in zip(one.eqns, more.eqns, strict=True) if has_other_literals(a, b)}
         running, making = running_statistics_read(one, batch, state, has_samples, lambda e: e.key in sized)
         known = {v for v, scaling in found.items() if scaling.is_sum or scaling.power is not None}
         reads = statistics_read(one, batch, has_samples, known.__contains__)
@@ -227,15 +230,6 @@ def growth_of(
     return dataclasses.replace(between(two, more, samples / 2, equations), counterpart=values)
 
 
-def _with_other_literals(one: Program, more: Program) -> set[str]:
-    """Equations (keys) that have the batch's size, or what follows from it, as a number."""
-
-    def values(eqn: FlatEqn) -> list[bytes]:
-        return [np.asarray(a.val).tobytes() for a in eqn.inputs if not isinstance(a, int)]
-
-    return {a.key for a, b in zip(one.eqns, more.eqns, strict=True) if values(a) != values(b)}
-
-
 def _with_statistics(
     one: Program, more: Program, factor: float, batch: frozenset[int], equations: dict[str, str] | None,
     whole: dict[Read, tuple[int, float]],
@@ -256,13 +250,13 @@ def _read_for_results(growth: Growth, step: Program) -> set[Read]:
     results = {o for o in step.outputs if isinstance(o, int)}
     if results.isdisjoint(unknown):
         return set()
-    by_key = {e.key: e for e in step.leaves}
+    by_key = {e.key: e for e in step.eqns}  # loops too
 
     def is_for_results(key: str) -> bool:
         follow(step, reached := set(by_key[key].outputs))
         if not reached & results or not reached & results <= unknown:
             return False
-        readers = (e for e in by_key.values() if not reached.isdisjoint((*e.read, *e.outputs)))
+        readers = (e for e in step.leaves if not reached.isdisjoint((*e.read, *e.outputs)))
         return not any(is_backward(e) or unknown.intersection(e.read) - reached for e in readers)
 
     return {read for read, (_, power) in growth.whole.items() if power != 0 and is_for_results(read[0])}

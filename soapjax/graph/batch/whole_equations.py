@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from soapjax.graph.batch.batch_scaling import are_alike
+from soapjax.graph.batch.batch_scaling import are_alike, has_other_literals
 from soapjax.graph.batch.growth import corresponding
-from soapjax.graph.trace.program import Atom, FlatEqn, Program
+from soapjax.graph.trace.program import FlatEqn, Program
 
 _PLAIN = (int, float, str, tuple, type(None))
 
@@ -55,7 +55,7 @@ def _pairs(step: Program, full: Program, factor: int) -> Iterator[tuple[FlatEqn,
 
 
 def _differs(step: Program, full: Program, a: FlatEqn, b: FlatEqn) -> bool:
-    if any(_is_other(x, y) for x, y in zip(a.inputs, b.inputs, strict=False)):
+    if has_other_literals(a, b):
         return True
     if any(step.avals[x].shape != full.avals[y].shape for x, y in zip(a.outputs, b.outputs, strict=False)):
         return True
@@ -64,12 +64,6 @@ def _differs(step: Program, full: Program, a: FlatEqn, b: FlatEqn) -> bool:
     if a.body is None or b.body is None:
         return False
     return any(_differs(step, full, x, y) for x, y in zip(a.body.eqns, b.body.eqns, strict=True))
-
-
-def _is_other(a: Atom, b: Atom) -> bool:
-    if isinstance(a, int) or isinstance(b, int):
-        return False
-    return not np.array_equal(np.asarray(a.val), np.asarray(b.val), equal_nan=np.asarray(a.val).dtype.kind == "f")
 
 
 def _is_other_parameter(a: Any, b: Any) -> bool:

@@ -8,9 +8,7 @@ a search is within 1 % of the best known cost after 3.7 s instead of 4.8, RNNLM 
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-
-from soapjax.jit.programs import threads
+from soapjax.jit.beside import Beside
 from soapjax.search.chain.engine import Engine, engine_of
 from soapjax.search.problem import Budget, PlanningProblem
 
@@ -20,51 +18,15 @@ READY_BY = 0.5  # of the budget's seconds, if compiled from the beginning, or ch
 CHAINS_FROM = 0.7  # of the budget's seconds: until when starts may descend and be perturbed
 
 
-class ChainPrograms:
-    """The programs of one search, compiled in a thread from `begin` on.
-
-    Args:
-      latest: the share of the budget after which `begin_by` does not put it off.
-    """
-
-    def __init__(self, engine: Engine, latest: float):
-        self.latest, self._engine = latest, engine
-        self._compiled: Future[None] | None = None
-
-    def begin(self) -> None:
-        if self._compiled is None:
-            pool = threads(1)
-            self._compiled = pool.submit(self._engine.prepare)
-            pool.shutdown(wait=False)
-
-    def begin_by(self, spent: float) -> None:
-        """Begins if so much of the budget is spent that there is no time to lose."""
-        if spent >= self.latest:
-            self.begin()
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether chains can walk."""
-        return self._compiled is not None and self._compiled.done()
-
-    @property
-    def is_compiling(self) -> bool:
-        return self._compiled is not None and not self._compiled.done()
-
-    def wait(self) -> None:
-        self.begin()
-        self._compiled.result()
-
-
-def chain_programs(engine: Engine, budget: Budget) -> ChainPrograms | None:
-    """Those of a search that has time for chains."""
+def chain_programs(engine: Engine, budget: Budget) -> Beside[None] | None:
+    """Their compiling, for a search that has time for chains."""
     if budget.seconds is None or budget.num_proposals is not None:
-        return ChainPrograms(engine, 0.0)
+        return Beside(engine.prepare)
     engine.problem.simulator.prepare()
     compile_s = max(COMPILING * engine.problem.simulator.compile_s, COMPILING_S)
     if compile_s > READY_BY * budget.seconds:
-        return ChainPrograms(engine, 0.0) if engine.is_at_hand() else None
-    return ChainPrograms(engine, CHAINS_FROM - compile_s / budget.seconds)
+        return Beside(engine.prepare) if engine.is_at_hand() else None
+    return Beside(engine.prepare, CHAINS_FROM - compile_s / budget.seconds)
 
 
 def prepare_chains(problem: PlanningProblem, budget: Budget) -> None:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from soapjax.jit.array_types import Array
-from soapjax.search.chain.compiling import CHAINS_FROM, ChainPrograms
-from soapjax.search.chain.later_start import LaterStart
+from soapjax.jit.beside import Beside
+from soapjax.search.chain.compiling import CHAINS_FROM
 from soapjax.search.chain.record import Record
 from soapjax.search.chain.starting_points import numpy_rng
 from soapjax.search.descent.assignments import Assignments
@@ -40,6 +40,7 @@ MOST_TIGHTENED = 3  # times
 OF_FEWER = 500  # generators before those that descents with fewer blocks draw from
 MOST_WHOLE = 8  # of the best with fewer blocks that are judged in the whole step
 
+Later = Beside[Evaluation | None]  # a start that is looked for meanwhile
 Found = tuple[list[Evaluation], str | None]  # best first; and why the search is to stop there
 
 
@@ -49,7 +50,7 @@ class SearchRun(NamedTuple):
     key: Array
     record: Record
     pool: ThreadPoolExecutor  # of two threads
-    programs: ChainPrograms | None  # None where there is no time for chains
+    programs: Beside[None] | None  # compiled meanwhile; None where there is no time for chains
 
     @property
     def is_ready(self) -> bool:
@@ -58,7 +59,7 @@ class SearchRun(NamedTuple):
 
     @property
     def is_compiling(self) -> bool:
-        return self.programs is not None and self.programs.is_compiling
+        return self.programs is not None and self.programs.is_running
 
 
 class Descents:
@@ -84,7 +85,7 @@ class Descents:
         self.number += 1
         return numpy_rng(self.search.key, self.number)
 
-    def run(self, begun: list[Evaluation], later: LaterStart | None = None) -> Found:
+    def run(self, begun: list[Evaluation], later: Later | None = None) -> Found:
         """All starts, of which the worst is a random one, and what was found from some of them and from the `later` one."""
         begun = sorted(begun, key=lambda e: e.rank)
         ends = self._descended([begun[0], self._ranked(begun[-1])], later, until=self.until[0])
@@ -118,7 +119,7 @@ class Descents:
         self.record.done += len(drawn)
         return min([start, *(self.problem.evaluate(drawn) if drawn else [])], key=lambda e: e.cost)
 
-    def _descended(self, begun: list[Evaluation], later: LaterStart | None = None, *, until: float) -> list[Evaluation]:
+    def _descended(self, begun: list[Evaluation], later: Later | None = None, *, until: float) -> list[Evaluation]:
         """The ends of descents, from a `later` start too as soon as it is there; two have their rounds at a time, in turn.
 
         Of three the worst ends as soon as two have shown what they come to.
@@ -128,8 +129,8 @@ class Descents:
         while self._may_descend(until):
             if later is not None:
                 later.begin_by(self.record.spent())
-            if later is not None and (later.is_there or all(d.is_over for d in racing)):
-                if (start := later.take()) is not None:
+            if later is not None and (later.is_ready or all(d.is_over for d in racing)):
+                if (start := later.wait()) is not None:
                     members.append(Descent(self.problem, start, self._rng(), self.moves))
                     racing = [members[-1], *racing]
                 later = None
@@ -137,14 +138,14 @@ class Descents:
             if len(racing) > AT_ONCE <= len(shown):
                 racing.remove(max(shown, key=lambda d: d.best.cost))
             # While a start is looked for, one of two cores is left to that.
-            at_once = AT_ONCE - (later is not None and later.is_looked_for)
+            at_once = AT_ONCE - (later is not None and later.is_running)
             if not (active := [d for d in racing if not d.is_over][:at_once]):
                 break
             self._one_round(active)
             racing = [*(d for d in racing if d not in active), *active]
         for d in members:
             self.leaner.offer(d.leaner.front)
-        unused = later.take() if later is not None and later.is_there else None
+        unused = later.wait() if later is not None and later.is_ready else None
         return [*(d.best for d in members), *([] if unused is None else [unused])]
 
     def _may_descend(self, until: float) -> bool:
@@ -182,7 +183,7 @@ class Descents:
 
 
 def with_fewer_blocks(
-    run: SearchRun, fewer: FewerBlocks, begun: list[Evaluation], later: LaterStart | None = None
+    run: SearchRun, fewer: FewerBlocks, begun: list[Evaluation], later: Later | None = None
 ) -> list[Evaluation]:  # fmt: skip
     """The starts, best first, and what was found with fewer blocks, judged in the whole step."""
     descents = Descents(run, fewer, fewer.space, for_whole=fewer.for_whole, number=OF_FEWER)

@@ -3,7 +3,7 @@
 Axes of one link level and size are nearly interchangeable. Where an operator has more than `MANY` configs, only those are listed in
 which such axes take their dims in one order (sample first, then attributes, then parameters, and replication last); of 4^6 configs
 of a product on 64 devices 400 remain. Where more than `MOST` remain, the order holds across levels too: the batch is split over
-slow links before parameters are. What is left out this way is reported. A start for a search needs fewer still (`coarse`).
+slow links before parameters are. What is left out this way is reported. A start for a search needs fewer (`coarse_candidates`).
 """
 
 from __future__ import annotations
