@@ -235,6 +235,19 @@ def test_running_statistics_that_passes_read_are_the_whole_batchs(name, how, cap
     assert not caplog.records
 
 
+def test_a_running_sum_within_a_loop_that_passes_read_is_named(caplog):
+    """It adds a micro-batch's share there: no more than a warning, but one that says which state it is."""
+
+    def step(s, x, y):
+        seen, _ = jax.lax.scan(lambda total, of: (total + of, None), s["seen"], x.sum(0)[None])
+        grads = jax.grad(lambda p: ((net(p, x - 0.01 * seen) - y) ** 2).mean())(s["p"])
+        return {"p": jax.tree.map(lambda p, g: p - 0.1 * g, s["p"], grads), "seen": seen}
+
+    s, x, y = arguments(np.int32(0))
+    soapjax.soap_shard(step, topology="cpu8", proposals=8, microbatches=2)({"p": s["p"], "seen": jnp.zeros(x.shape[1])}, x, y)
+    assert any("put together" in m and m.endswith("out.seen") for m in caplog.messages)
+
+
 MOST = {
     "fewer keys": lambda p: {"p": p, "o": TX.init(p), "rate": np.float32(0.1), "name": None},
     "another dtype": lambda p: {"p": p, "o": optax.adam(1e-2).init(p), "total": 0},
