@@ -109,10 +109,10 @@ def test_where_a_descent_ends_no_single_move_helps(model, topology, pins):
     assert min(e.cost for e in problem.evaluate(changed)) >= best.cost
     # All of a set at once: what it does not offer stays, and nothing outside of it moves.
     for which, s in zip(range(len(moves.values_of_sets)), singles, strict=False):
-        members, a, value = moves.values_of_sets[which]
+        members, span, value = moves.values_of_sets[which]
         moved = (s.axes != best.strategy.axes).any(axis=1)
         assert not (moved & ~moves.movable[members]).any()
-        assert (s.axes[moved, a] == value + moves.lowest).all()
+        assert (s.axes[moved][:, moves.spans[span]] == value + moves.lowest).all()
 
 
 def test_the_same_seed_is_the_same_descent():
@@ -126,6 +126,36 @@ def test_the_same_seed_is_the_same_descent():
     counts = [(first.round(8), second.round(8)) for _ in range(3)]
     assert all(a == b <= 8 for a, b in counts)
     assert first.best.strategy.key() == second.best.strategy.key(), "a descent is its seed's"
+
+
+class _Ridge:
+    """Of one operator: on some of the axes of the last level its dim 0 is slower, on all of them twice as fast."""
+
+    usable_memory_bytes = 1.0
+
+    def __init__(self, n, axes):
+        self.n, self.last = n, axes
+
+    def evaluate(self, strategies):
+        split = [int((s.axes[self.n, self.last] == 0).sum()) for s in strategies]
+        costs = [0.5 if k == len(self.last) else 1 + 0.1 * k for k in split]
+        return [Evaluation(s, c, 0.5, True, c) for s, c in zip(strategies, costs, strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_sweep_takes_all_axes_of_a_level_at_once(seed):
+    """Where every axis alone is slower, and all of them together are faster."""
+    graph, place = graph_of("mlp"), topology_of("a100x64")
+    mesh = factor_mesh(place)
+    space = search_space(graph, mesh)
+    last = np.flatnonzero(np.array(mesh.axis_levels) == mesh.axis_levels[-1])
+    n = next(n for n, op in enumerate(graph.operators) if space.allowed[n, last, 1].all() and op.kind == "dot")
+    judging = _Ridge(n, last)
+    whole = Strategy(np.full((graph.num_operators, space.num_axes), -1, np.int8), np.zeros(graph.num_operators, np.int8))
+    descent = Descent(judging, judging.evaluate([whole])[0], np.random.default_rng(seed), Assignments(space))
+    while not descent.is_over:
+        descent.round()
+    assert len(last) > 2 and descent.best.cost == 0.5
 
 
 @pytest.mark.parametrize("kinds", (("moved",), ("reranked",), ("exchanged",), PERTURBATIONS[1]), ids=" then ".join)
@@ -183,7 +213,7 @@ class _Tight:
         return found
 
     def swept(self, rng):
-        return rng.permutation(self.num_single)
+        return rng.permutation(self.num_single), np.zeros(0, int)
 
     def single(self, strategy, which):
         moved = [Strategy(strategy.axes.copy(), strategy.storage) for _ in which]

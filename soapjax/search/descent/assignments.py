@@ -11,8 +11,8 @@ chain that moves one of them at a time crosses a ridge for every one. So these m
   as the names of operators tell it, once or wherever it repeats (one layer of a recurrent net, in all time steps);
 * alike: an axis takes what another axis has, in a group, a stretch or the whole graph;
 * stored: one storage, in a group or in the whole graph;
-* single: one value on one axis, or one storage, in a group; or one dim on one axis, in all operators of a module to which tensors
-  carry it: all of these are numbered, and a sweep tries one after the other;
+* single: one value on one axis or on several of a level, or one storage, in a group; or one dim on such axes, in all operators of a
+  module to which tensors carry it: all of these are numbered, and a sweep tries one after the other;
 * exchanged: two axes of one size change places in the whole graph;
 * reranked: some axes are ranked anew in the whole graph, all at once: another way to split the step, from which to descend again.
 
@@ -30,6 +30,7 @@ import numpy as np
 from soapjax.search.chain.moves import choices_of, dim_flows
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.space import SearchSpace
+from soapjax.topology import FactorMesh
 
 WEIGHTS = (0.35, 0.25, 0.15, 0.1, 0.15)  # of together, carried, ranked, alike, stored
 MAX_AXES = 3  # that one move of a group changes
@@ -98,6 +99,23 @@ def carried_values(flow: np.ndarray, groups: np.ndarray, modules: np.ndarray, se
     return np.array(list(found.values()), np.int8).reshape(-1, len(flow))
 
 
+def spans_of(mesh: FactorMesh) -> np.ndarray:
+    """Sets of axes bool [S, A] that take one value together: each alone, the last 2, 3, ... of a level, and all of a mesh.
+
+    Axes of a level have links alike, so that which of them are taken is of little consequence, but how many is: what splits a layer
+    two ways may be slower, and eight ways faster, than what does not.
+    """
+    levels = np.array(mesh.axis_levels)
+    own = [np.flatnonzero(levels == level) for level in np.unique(levels)]
+    taken = [*np.arange(len(levels))[:, None], *(of[-k:] for of in own for k in range(2, len(of) + 1))]
+    if len(own) > 1:
+        taken.append(np.arange(len(levels)))
+    spans = np.zeros((len(taken), len(levels)), bool)
+    for row, axes in zip(spans, taken, strict=True):
+        row[axes] = True
+    return spans
+
+
 class Assignments:
     """Draws of the moves above on one space, one in each of B strategies side by side."""
 
@@ -123,28 +141,35 @@ class Assignments:
         moves = (self._together, self._carried, self._ranked, self._alike, self._stored)
         weights = np.array(WEIGHTS) * [True, True, True, space.num_axes > 1, len(self.owning) > 0 and len(space.storages) > 1]
         self.moves, self.weights = moves, weights / weights.sum()
-        offered = np.einsum("gn,naw->gaw", self.movable.astype(np.float32), self.offers.astype(np.float32)) > 0
-        self.values_of_sets = np.argwhere(offered)  # (set, axis, value - lowest)
+        self.spans = spans_of(space.mesh)
+        self.offers_on_spans = np.stack([self.offers[:, span].all(axis=1) for span in self.spans], axis=1)  # as `offers`
+        self.offers_on_spans[:, self.spans.sum(axis=1) > 1, : -1 - self.lowest] = False  # no pins
+        offered = np.einsum("gn,nsw->gsw", self.movable.astype(np.float32), self.offers_on_spans.astype(np.float32)) > 0
+        self.values_of_sets = np.argwhere(offered)  # (set, span, value - lowest)
         self.storages_of_sets = np.argwhere(np.ones((len(self.owning) * (len(space.storages) > 1), len(space.storages)), bool))
         self.through_modules = carried_values(self.flows[1], self.groups, self.modules, self.movable)
         carries = self.through_modules > NOT_CARRIED
-        may = self.offers[np.arange(num_ops), :, np.where(carries, self.through_modules, -1) - self.lowest] & carries[..., None]
-        self.dims_of_modules = np.argwhere(may.any(axis=1))  # (which of `through_modules`, axis)
+        at = np.where(carries, self.through_modules, -1) - self.lowest
+        may = self.offers_on_spans[np.arange(num_ops), :, at] & carries[..., None]
+        self.dims_of_modules = np.argwhere(may.any(axis=1))  # (which of `through_modules`, span)
 
     @property
     def num_single(self) -> int:
-        """How many moves assign one value or one dim on one axis, or one storage, to one set of operators."""
+        """How many moves assign one value or one dim on one span of axes, or one storage, to one set of operators."""
         return len(self.values_of_sets) + len(self.storages_of_sets) + len(self.dims_of_modules)
 
-    def swept(self, rng: np.random.Generator) -> np.ndarray:
-        """All moves of `single` in random order, those of one set or one module one after the other.
+    def swept(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Moves of `single` on one axis or of a storage, and those on several axes; each in random order.
 
-        Strategies that are judged together then differ in few operators: the others are not computed again (incremental.py).
+        Those of one set or one module come one after the other. Strategies that are judged together then differ in few operators:
+        the others are not computed again (incremental.py).
         """
         firsts = self.values_of_sets[:, 0], self.owning[self.storages_of_sets[:, 0]], self.dims_of_modules[:, 0] + len(self.movable)
-        of = np.concatenate(firsts)
+        spans = self.values_of_sets[:, 1], np.zeros(len(self.storages_of_sets), int), self.dims_of_modules[:, 1]
+        of, is_wide = np.concatenate(firsts), np.concatenate(spans) >= len(self.sizes)
         place = rng.permutation(of.max(initial=0) + 1)[of]
-        return np.lexsort([rng.random(len(of)), place])
+        order = np.lexsort([rng.random(len(of)), place])
+        return order[~is_wide[order]], order[is_wide[order]]
 
     def single(self, strategy: Strategy, which: np.ndarray) -> list[Strategy]:
         """`strategy` after each of these moves, numbers below `num_single`."""
@@ -154,16 +179,16 @@ class Assignments:
         kind = np.searchsorted(firsts, which, side="right") - 1
         values, storages, dims = (np.flatnonzero(kind == k) for k in range(3))
         numbers = which - firsts[kind]
-        g, a, value = self.values_of_sets[numbers[values]].T
-        takes = self.movable[g] & self.offers[:, a, value].T
-        axes[values, :, a] = np.where(takes, (value + self.lowest)[:, None], axes[values, :, a])
+        g, span, value = self.values_of_sets[numbers[values]].T
+        takes = (self.movable[g] & self.offers_on_spans[:, span, value].T)[..., None] & self.spans[span][:, None]
+        axes[values] = np.where(takes, (value + self.lowest)[:, None, None], axes[values])
         g, k = self.storages_of_sets[numbers[storages]].T
         storage[storages] = np.where(self.movable[self.owning[g]], k[:, None], storage[storages])
-        c, a = self.dims_of_modules[numbers[dims]].T
+        c, span = self.dims_of_modules[numbers[dims]].T
         is_carried = self.through_modules[c] > NOT_CARRIED
         carried = np.where(is_carried, self.through_modules[c], -1)
-        takes = is_carried & self._may_take(a, carried)
-        axes[dims, :, a] = np.where(takes, carried, axes[dims, :, a])
+        takes = is_carried & self.offers_on_spans[np.arange(len(self.groups)), span[:, None], carried - self.lowest]
+        axes[dims] = np.where(takes[..., None] & self.spans[span][:, None], carried[..., None], axes[dims])
         return self._divided(before, axes, storage)
 
     def reranked(

@@ -64,8 +64,9 @@ class Descent:
         self.quiet = self.judged = 0
         self.is_over = False
         self.is_sweeping, self.failed = False, 0  # rounds in a row without an improvement, since the last turn
-        self.order = self.moves.swept(rng) if sweeps else np.zeros(0, np.int64)  # of the moves of a sweep
-        self.next = self.since = 0  # of the sweep, and how many of its moves did not help
+        self.orders = self.moves.swept(rng) if sweeps else ()  # of the moves of a sweep; those on several axes come last
+        self.next = [0] * len(self.orders)
+        self.since = 0  # so many moves of the sweep did not help
 
     def round(self, limit: int = BATCH) -> int:
         """Judges up to `limit` new strategies and gives their number."""
@@ -87,9 +88,14 @@ class Descent:
         self.around = [] if better else [*self.around, *found]
         self.has_traded &= not better
         self.best = min(self.best, found[0], key=lambda e: e.cost)
-        if self.quiet >= self.patience and self.since >= len(self.order):
+        if self.quiet >= self.patience and self.since >= self.num_swept:
             self._trade()
         return len(drawn)
+
+    @property
+    def num_swept(self) -> int:
+        """Moves of a whole sweep."""
+        return sum(map(len, self.orders))
 
     def _trade(self) -> None:
         """What may help together comes next, once for each best; the descent is over where nothing may."""
@@ -116,11 +122,12 @@ class Descent:
     def _swept(self, count: int) -> list[Strategy]:
         """The next `count` moves of the sweep, fewer once all of them have not helped."""
         found: list[Strategy] = []
-        while len(found) < count and self.since < len(self.order):
-            some = min(_AT_ONCE[0], len(self.order) - self.since)
-            chosen = self.order[(self.next + np.arange(some)) % len(self.order)]
+        while len(found) < count and self.since < self.num_swept:
+            i = int(self.since >= len(self.orders[0]))
+            order, left = self.orders[i], sum(map(len, self.orders[: i + 1])) - self.since
+            chosen = order[(self.next[i] + np.arange(min(_AT_ONCE[0], left))) % len(order)]
             for one in self.moves.single(self.best.strategy, chosen):
-                self.next, self.since = (self.next + 1) % len(self.order), self.since + 1
+                self.next[i], self.since = (self.next[i] + 1) % len(order), self.since + 1
                 found += self._unseen([one])
                 if len(found) == count:
                     break
@@ -192,7 +199,7 @@ class Perturbations:
             return judged
         judged = self.descent.round(limit)
         if self.descent.is_over:
-            found, is_swept = self.descent.best, len(self.descent.order) > 0
+            found, is_swept = self.descent.best, self.descent.num_swept > 0
             goes_on = self.kind.swept_if_better and not is_swept and found.cost < self.best.cost
             self.failed += not goes_on
             self.offer(found)
