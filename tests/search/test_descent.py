@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -156,6 +157,34 @@ def test_a_sweep_takes_all_axes_of_a_level_at_once(seed):
     while not descent.is_over:
         descent.round()
     assert len(last) > 2 and descent.best.cost == 0.5
+
+
+class _Stored:
+    """Faster by another storage only where all of some operators have it."""
+
+    usable_memory_bytes = 1.0
+
+    def __init__(self, members, k):
+        self.members, self.k = members, k
+
+    def evaluate(self, strategies):
+        shares = [float((s.storage[self.members] == self.k).mean()) for s in strategies]
+        costs = [0.5 if share == 1 else 1 + share for share in shares]
+        return [Evaluation(s, c, 0.5, True, c) for s, c in zip(strategies, costs, strict=True)]
+
+
+@pytest.mark.parametrize("path", ("blk[0-9]+/attn", "blk", ""))
+def test_a_sweep_stores_a_module_alike(path):
+    """All parameters of one that repeats, or of the whole step, where storing only some of them otherwise is slower."""
+    graph, place = graph_of("lm"), topology_of("a100x8")
+    space = search_space(graph, factor_mesh(place))
+    members = np.array([n for n, op in enumerate(graph.operators) if re.match(path, op.name) and space.owns_parameters[n]])
+    judging = _Stored(members, 1)
+    whole = Strategy(np.full((graph.num_operators, space.num_axes), -1, np.int8), np.zeros(graph.num_operators, np.int8))
+    descent = Descent(judging, judging.evaluate([whole])[0], np.random.default_rng(0), Assignments(space))
+    while not descent.is_over:
+        descent.round()
+    assert len(set(np.array([op.group for op in graph.operators])[members])) > 1 and descent.best.cost == 0.5
 
 
 @pytest.mark.parametrize("kinds", (("moved",), ("reranked",), ("exchanged",), PERTURBATIONS[1]), ids=" then ".join)

@@ -4,12 +4,16 @@ They take ten seconds or so of a core, and tracing them keeps Python from all ot
 proposals ends soonest where that begins at once. One that time may end is asked for the best soon: there it begins when
 descents and perturbations have come to their end, or as late as chains still have their share of the time. On NMT and 4 GPUs such
 a search is within 1 % of the best known cost after 3.7 s instead of 4.8, RNNLM on 16 after 5.1 instead of 8.4.
+
+Of a step of many equal blocks a search of a fixed number of proposals compiles none. Descents have split all blocks alike
+(shortening.py), and chains move one block at a time: of 48 and 96 layers they find 0.00 to 0.05 %, less than simplicity takes back.
 """
 
 from __future__ import annotations
 
 from soapjax.jit.beside import Beside
 from soapjax.search.chain.engine import Engine, engine_of
+from soapjax.search.descent.shortening import shortened
 from soapjax.search.problem import Budget, PlanningProblem
 
 COMPILING = 3.3  # times as long as the simulator's programs those of the chains take to compile, while descents run
@@ -19,9 +23,9 @@ CHAINS_FROM = 0.7  # of the budget's seconds: until when starts may descend and 
 
 
 def chain_programs(engine: Engine, budget: Budget) -> Beside[None] | None:
-    """Their compiling, for a search that has time for chains."""
+    """Their compiling, for a search that has time for chains, and is of use to them."""
     if budget.seconds is None or budget.num_proposals is not None:
-        return Beside(engine.prepare)
+        return Beside(engine.prepare) if shortened(engine.problem) is None else None
     engine.problem.simulator.prepare()
     compile_s = max(COMPILING * engine.problem.simulator.compile_s, COMPILING_S)
     if compile_s > READY_BY * budget.seconds:

@@ -34,6 +34,7 @@ STARTING_DRAWS = 64  # of all axes ranked anew in the whole graph: the best of t
 # Of the budget: until when starts may descend, and be perturbed. Chains judge ten times as many strategies a second, so that of a
 # budget in seconds they need less. Where none walk, a rest is for the whole step after one with fewer blocks.
 OF_PROPOSALS, OF_SECONDS, ALONE = (0.3, 0.4), (0.6, CHAINS_FROM), (0.8, 0.85)
+IDLE, LITTLE = 0.25, 0.002  # of a number of proposals that made it no faster than that: perturbations end, where no chains follow
 WHOLE_AFTER_FEWER = 0.006  # of the budget: what the descent of the whole step may take after one with fewer blocks
 TIGHTENED = 0.05  # of the budget: what going on with less memory may take, where the whole step takes more
 MOST_TIGHTENED = 3  # times
@@ -50,7 +51,7 @@ class SearchRun(NamedTuple):
     key: Array
     record: Record
     pool: ThreadPoolExecutor  # of two threads
-    programs: Beside[None] | None  # compiled meanwhile; None where there is no time for chains
+    programs: Beside[None] | None  # compiled meanwhile; None where no chains are to walk
 
     @property
     def is_ready(self) -> bool:
@@ -161,13 +162,21 @@ class Descents:
             Perturbations(self.problem, best, self._rng(), self.moves, kinds, self.leaner.front) for kinds in PERTURBATIONS
         ]
         while any(k.failed < MAX_FAILED for k in perturbations) and record.spent() < until:
-            if record.stopped_by(has_walked=False) or (ends_when_ready and self.search.is_ready):
+            if record.stopped_by(has_walked=False) or (ends_when_ready and self.search.is_ready) or self._is_idle():
                 break
             self._one_round(perturbations)
             best = min((k.best for k in perturbations), key=lambda e: e.cost)
             for k in perturbations:
                 k.offer(best)
         return best
+
+    def _is_idle(self) -> bool:
+        """Whether a part of the proposals has brought next to nothing, where no chains are to have the rest of them."""
+        record = self.record
+        if record.limit is None or self.search.programs is not None:
+            return False
+        then = [cost for done, _, cost in record.history if done <= record.done - IDLE * record.limit]
+        return bool(then) and record.lowest_s > (1 - LITTLE) * then[-1]
 
     def _one_round(self, members: Sequence[Descent | Perturbations]) -> None:
         record = self.record

@@ -14,7 +14,8 @@ better for long starts again elsewhere. Costs are scaled by the best start, so t
 First the best of the baselines, a random start and the additive optimum (coarse_optimum.py), where it can be had in time, *descend*
 in moves of whole groups, and the best end is *perturbed* (descending.py). Meanwhile the chains' programs are compiled
 (compiling.py), where no problem of the same sizes has needed them before, and the chains walk when perturbations no longer help, or
-their share of the time is over (descents.py); a search too short for that compiles none, and goes on with perturbations.
+their share of the time is over (descents.py). A search too short for that compiles none, and goes on with perturbations; of a step
+of many equal blocks one by a number of proposals ends without.
 A space with pins is searched without them first: pins tell devices apart, and a simulation takes several times as long. Time is
 looked at between rounds only, so a run that time ended is replayed by its number of proposals, unless its notes say that time
 decided what was judged.
@@ -78,7 +79,9 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
         if stopped_by is None and record.limit is None and not run.is_ready:
             record.time_decides()
             begun, stopped_by = descents.go_on(begun)
-        if stopped_by is None and programs is not None:
+        if stopped_by is None and programs is None:
+            stopped_by = "converged"
+        elif stopped_by is None:
             programs.wait()
             stopped_by = _walked(rng_key, engine.relative_to(begun[0].cost), begun, record, pool)
     except KeyboardInterrupt:

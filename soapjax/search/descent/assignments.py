@@ -11,7 +11,7 @@ chain that moves one of them at a time crosses a ridge for every one. So these m
   as the names of operators tell it, once or wherever it repeats (one layer of a recurrent net, in all time steps);
 * alike: an axis takes what another axis has, in a group, a stretch or the whole graph;
 * stored: one storage, in a group or in the whole graph;
-* single: one value on one axis or on several of a level, or one storage, in a group; or one dim on such axes, in all operators of a
+* single: one value on one axis or on several of a level, or one storage, in a group or a module; or one dim on such axes, in all operators of a
   module to which tensors carry it: all of these are numbered, and a sweep tries one after the other;
 * exchanged: two axes of one size change places in the whole graph;
 * reranked: some axes are ranked anew in the whole graph, all at once: another way to split the step, from which to descend again.
@@ -76,6 +76,18 @@ def modules_of(names: Sequence[str]) -> tuple[np.ndarray, list[list[int]]]:
     return members, holding
 
 
+def whole_modules(modules: np.ndarray, groups: np.ndarray) -> list[np.ndarray]:
+    """Those that have all members of the groups that they have any of: modules that repeat are taken together."""
+    return [m for m in modules if not np.isin(groups[~m], groups[m]).any()]
+
+
+def owning_sets(movable: np.ndarray, modules: np.ndarray, groups: np.ndarray, owns: np.ndarray) -> list[np.ndarray]:
+    """Sets of operators bool [N] that own parameters, of `movable` ones and modules; and all that do. None twice."""
+    wanted = [*movable, *whole_modules(modules, groups), owns]
+    found = {(m & owns).tobytes(): m for m in reversed(wanted) if (m & owns).any()}
+    return list(reversed(found.values()))
+
+
 def carried_values(flow: np.ndarray, groups: np.ndarray, modules: np.ndarray, sets: np.ndarray) -> np.ndarray:
     """Values int8 [C, N] that carry one dim through a module, or through the whole graph; NOT_CARRIED elsewhere.
 
@@ -86,7 +98,7 @@ def carried_values(flow: np.ndarray, groups: np.ndarray, modules: np.ndarray, se
       groups: of operators [N].
       modules, sets: of operators, bool [M, N].
     """
-    whole = [m for m in modules if not np.isin(groups[~m], groups[m]).any()]
+    whole = whole_modules(modules, groups)
     known = {s.tobytes() for s in sets}
     found: dict[bytes, np.ndarray] = {}
     for m in (*whole, np.ones(len(flow), bool)):
@@ -146,7 +158,8 @@ class Assignments:
         self.offers_on_spans[:, self.spans.sum(axis=1) > 1, : -1 - self.lowest] = False  # no pins
         offered = np.einsum("gn,nsw->gsw", self.movable.astype(np.float32), self.offers_on_spans.astype(np.float32)) > 0
         self.values_of_sets = np.argwhere(offered)  # (set, span, value - lowest)
-        self.storages_of_sets = np.argwhere(np.ones((len(self.owning) * (len(space.storages) > 1), len(space.storages)), bool))
+        self.storing = np.array(owning_sets(self.movable, self.modules, self.groups, space.owns_parameters)).reshape(-1, num_ops)
+        self.storages_of_sets = np.argwhere(np.ones((len(self.storing) * (len(space.storages) > 1), len(space.storages)), bool))
         self.through_modules = carried_values(self.flows[1], self.groups, self.modules, self.movable)
         carries = self.through_modules > NOT_CARRIED
         at = np.where(carries, self.through_modules, -1) - self.lowest
@@ -164,7 +177,7 @@ class Assignments:
         Those of one set or one module come one after the other. Strategies that are judged together then differ in few operators:
         the others are not computed again (incremental.py).
         """
-        firsts = self.values_of_sets[:, 0], self.owning[self.storages_of_sets[:, 0]], self.dims_of_modules[:, 0] + len(self.movable)
+        firsts = self.values_of_sets[:, 0], self.storages_of_sets[:, 0], self.dims_of_modules[:, 0] + len(self.movable)
         spans = self.values_of_sets[:, 1], np.zeros(len(self.storages_of_sets), int), self.dims_of_modules[:, 1]
         of, is_wide = np.concatenate(firsts), np.concatenate(spans) >= len(self.sizes)
         place = rng.permutation(of.max(initial=0) + 1)[of]
@@ -183,7 +196,7 @@ class Assignments:
         takes = (self.movable[g] & self.offers_on_spans[:, span, value].T)[..., None] & self.spans[span][:, None]
         axes[values] = np.where(takes, (value + self.lowest)[:, None, None], axes[values])
         g, k = self.storages_of_sets[numbers[storages]].T
-        storage[storages] = np.where(self.movable[self.owning[g]], k[:, None], storage[storages])
+        storage[storages] = np.where(self.storing[g], k[:, None], storage[storages])
         c, span = self.dims_of_modules[numbers[dims]].T
         is_carried = self.through_modules[c] > NOT_CARRIED
         carried = np.where(is_carried, self.through_modules[c], -1)

@@ -64,7 +64,8 @@ class Descent:
         self.quiet = self.judged = 0
         self.is_over = False
         self.is_sweeping, self.failed = False, 0  # rounds in a row without an improvement, since the last turn
-        self.orders = self.moves.swept(rng) if sweeps else ()  # of the moves of a sweep; those on several axes come last
+        # Of the moves of a sweep; those on several axes come last.
+        self.orders: tuple[np.ndarray, ...] = self.moves.swept(rng) if sweeps else ()
         self.next = [0] * len(self.orders)
         self.since = 0  # so many moves of the sweep did not help
 

@@ -103,8 +103,21 @@ class FewerBlocks:
 
 
 def fewer_blocks(problem: PlanningProblem) -> FewerBlocks | None:
-    """The same problem by few of its blocks; None where it does not consist of equal ones, an operator may be pinned, or a front of
-    all that is judged is kept."""
+    """The same problem by few of its blocks; None where `shortened` says None."""
+    graphs = shortened(problem)
+    return None if graphs is None else FewerBlocks(problem, *graphs)
+
+
+def shortened(problem: PlanningProblem) -> tuple[Shorter, list[Shorter]] | None:
+    """The graphs of `FewerBlocks`; None where a problem does not consist of equal blocks, an operator may be pinned, or a front of
+    all that is judged is kept. Made once for each problem, which keeps them."""
+    own = vars(problem)
+    if "_shortened" not in own:
+        own["_shortened"] = _shortened(problem)
+    return own["_shortened"]
+
+
+def _shortened(problem: PlanningProblem) -> tuple[Shorter, list[Shorter]] | None:
     graph, space = problem.graph, problem.space
     if space.offers_pins or problem.front is not None:
         return None
@@ -117,7 +130,7 @@ def fewer_blocks(problem: PlanningProblem) -> FewerBlocks | None:
     model = fewer.kept[fewer.operator_of]  # of each operator of the whole graph that of a kept block
     fixed = np.array([_fixed(space, n) for n in range(graph.num_operators)], object)
     offers = space.allowed, space.divisors, space.owns_parameters, fixed
-    return FewerBlocks(problem, fewer, longer) if all(np.array_equal(x, x[model]) for x in offers) else None
+    return (fewer, longer) if all(np.array_equal(x, x[model]) for x in offers) else None
 
 
 def _fixed(space: SearchSpace, n: int) -> bytes:
