@@ -29,7 +29,7 @@ from soapjax.planning.compile_check import checked, compiled_plan, devices_to_co
 from soapjax.planning.early_programs import begin_programs
 from soapjax.planning.page_data import extras_of
 from soapjax.planning.profiling import compute_figures
-from soapjax.planning.remarks import repeated_remarks, structure_remarks
+from soapjax.planning.remarks import dispatch_remarks, repeated_remarks, structure_remarks
 from soapjax.planning.request import PlanRequest, Understood, takes_options
 from soapjax.planning.searching import Search, Searched
 from soapjax.planning.user_shardings import check_constraints, logical_axes, user_layouts
@@ -130,7 +130,11 @@ def plan_one_program(request: PlanRequest, fn: Callable[..., Any], *args: Any, k
             found, table, notes = _verified(asked, found, step, jax.tree_util.tree_leaves(given))
             remarks = (*remarks, *notes)
             program = None  # it may be another strategy's
-        remarks = (*remarks, *repeated_remarks(found.problem, found.result.best.strategy))
+        best = found.result.best
+        remarks = (
+            *remarks, *repeated_remarks(found.problem, best.strategy),
+            *dispatch_remarks(found.problem, best.strategy, best.step_time_s),
+        )  # fmt: skip
         made = plan_of(found, provenance=_provenance(asked, found, remarks, table, compiled))
     if names := logical_axes(given, step.in_paths, axis_names):
         made = made.model_copy(update={"logical_axes": names})

@@ -1,4 +1,5 @@
-"""What a reader of a plan should know of a step, beside the figures: how its structure limits any plan, and what this plan repeats.
+"""What a reader of a plan should know of a step, beside the figures: how its structure limits any plan, what this plan repeats,
+and what starting its programs takes.
 
     34 % of the FLOPs are done alike on several devices: head (no degree divides out=3, _in=5), sample (no dim to split), ...
 """
@@ -11,12 +12,16 @@ import numpy as np
 
 from soapjax.costs.split_share import share_of, split_flops
 from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.passes.phases import UPDATE
 from soapjax.graph.trace.tracing import TracedStep
 from soapjax.search.problem import PlanningProblem
-from soapjax.strategy.configs import REPLICATE, Strategy
+from soapjax.strategy.configs import FIRST_PIN, REPLICATE, Strategy
 
 WELL_SPLIT = 0.95  # of the FLOPs: what a plan repeats of the rest is not worth a remark
 SHOWN = 4  # operators
+# To start one program, with the transfers before it: of a pipeline's some 30 us on two cores at 3 GHz (bench_pipeline_dispatch.py).
+DISPATCH_S = 50e-6
+HARDLY = 0.2  # of a step
 
 
 def structure_remarks(step: TracedStep, graph: OperatorGraph) -> tuple[str, ...]:
@@ -44,6 +49,26 @@ def repeated_remarks(problem: PlanningProblem, strategy: Strategy) -> tuple[str,
     most = [int(n) for n in np.argsort(-repeated, kind="stable") if repeated[n] > 0]
     named = [f"{problem.graph.operators[n].name} ({_reason(problem, strategy, n)})" for n in most]
     return (f"{100 * (1 - share):.3g} % of the FLOPs are done alike on several devices: {_some(named)}",)
+
+
+def dispatch_remarks(problem: PlanningProblem, strategy: Strategy, step_time_s: float) -> tuple[str, ...]:
+    """What the host takes to start a pinned plan's programs, which no cost counts; nothing where that hardly matters."""
+    count = num_programs(problem.graph, strategy)
+    if count * DISPATCH_S < HARDLY * step_time_s:
+        return ()
+    takes = f"to start them takes a host that has all devices some {count * DISPATCH_S * 1e3:.2g} ms"
+    beside = f"beside {step_time_s * 1e3:.3g} ms of a step it may be slower than predicted"
+    return (f"pins make {count} programs a step: {takes}, which no prediction counts; {beside}",)
+
+
+def num_programs(graph: OperatorGraph, strategy: Strategy) -> int:
+    """Runs of forward and backward tasks on one part of the devices, which the placement executor makes programs of; 0 without
+    pins."""
+    places = np.where(strategy.axes <= FIRST_PIN, strategy.axes, REPLICATE)
+    if (places == REPLICATE).all():
+        return 0
+    rows = places[[t.operator for t in graph.tasks if t.phase != UPDATE]]
+    return 1 + int((rows[1:] != rows[:-1]).any(axis=1).sum())
 
 
 def _reason(problem: PlanningProblem, strategy: Strategy, n: int) -> str:

@@ -14,6 +14,7 @@ from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.execute.streams.placed_step import PlacedStep
 from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.planning.plan_files import recost
+from soapjax.planning.remarks import num_programs
 from soapjax.search.experts.placement import model_parallel_strategy
 from soapjax.strategy.configs import PIN
 from soapjax.topology import load_topology
@@ -92,6 +93,15 @@ def test_a_part_runs_on_its_own_devices_alone():
                 expected = placed.program.mesh.devices[tuple(slice(None) if p is None else p for p in pins)]
                 assert set(place.mesh.devices.flat) == set(np.ravel(expected))
     assert sum(len(p.own) for p in placed.parts) == len({k for p in placed.parts for k in p.own})
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_remark_counts_the_programs(seed):
+    """Those that run, but for what the order in which equations read changes, and some that do nothing of their own."""
+    _, _, _, traced, problem = made("mlp")
+    strategy = problem.space.random(np.random.default_rng(seed))
+    placed = PlacedStep(bind_plan(traced, plan_of_strategy(problem, strategy)))
+    assert len(placed.parts) > 3 and num_programs(problem.graph, strategy) == pytest.approx(len(placed.parts), rel=0.2)
 
 
 def test_every_step_keeps_its_list_of_dispatches():

@@ -56,3 +56,16 @@ def test_a_step_without_a_batch_says_so_where_only_batches_are_split():
 def test_what_has_no_dims_says_so():
     _, notes = repeated(lambda a, b: a - 0.1 * jnp.tanh(a * b), jnp.float32(1), jnp.float32(2), planner="fsdp")
     assert "100 % of the FLOPs" in notes[0] and "(no dim to split)" in notes[0]
+
+
+def test_a_plan_of_several_programs_says_what_starting_them_takes():
+    """Where that is no small part of the step; nothing without pins."""
+    batch = jnp.ones((64, WIDTH))
+    asked = {"topology": "cpu8", "planner": "model_parallel", "space": "paper"}
+    plan = soapjax.plan(step, weights(), batch, batch, **asked).plan
+    (note,) = [n for n in plan.provenance.notes if "programs a step" in n]
+    assert plan.pinned and f"beside {plan.prediction.step_time_s * 1e3:.3g} ms of a step" in note
+    long = jax.ShapeDtypeStruct((1 << 24, WIDTH), "float32")
+    notes = [*soapjax.plan(step, weights(), long, long, **asked).plan.provenance.notes]
+    notes += soapjax.plan(step, weights(), batch, batch, topology="cpu8", planner="fsdp").plan.provenance.notes
+    assert not [n for n in notes if "programs a step" in n]

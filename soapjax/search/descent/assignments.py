@@ -11,8 +11,8 @@ chain that moves one of them at a time crosses a ridge for every one. So these m
   as the names of operators tell it, once or wherever it repeats (one layer of a recurrent net, in all time steps);
 * alike: an axis takes what another axis has, in a group, a stretch or the whole graph;
 * stored: one storage, in a group or in the whole graph;
-* single: one value on one axis or on several of a level, or one storage, in a group or a module; or one dim on such axes, in all operators of a
-  module to which tensors carry it: all of these are numbered, and a sweep tries one after the other;
+* single: one value on one axis or on several of a level in a group, one dim on such axes in all operators of a module to which
+  tensors carry it, or one storage in a group or a module: all of these are numbered, and a sweep tries one after the other;
 * exchanged: two axes of one size change places in the whole graph;
 * reranked: some axes are ranked anew in the whole graph, all at once: another way to split the step, from which to descend again.
 
