@@ -27,6 +27,19 @@ def of_class(w):
     return (w[:, 3] > 0).astype(int)
 
 
+def balanced(c):
+    return len(c) / (2 * jnp.maximum(jnp.bincount(c, length=2), 1))
+
+
+def normalised_by_class(e, c):
+    weights = (1 / jnp.maximum(jnp.bincount(c, length=2), 1))[c][:, None]
+    return (e * weights).sum() / weights.sum()
+
+
+def one_at_least(w):
+    return jax.lax.cond(w.sum() > 0, lambda: w.sum(), lambda: jnp.ones((), w.dtype))
+
+
 # Numbers are such as float32 has exactly: the plain step has them in float64.
 DIVISORS = {  # what the sum of weighted errors is divided by
     "a sum": lambda w: w.sum(),
@@ -52,6 +65,14 @@ LOSSES = {
     "by what each class has": lambda e, w: (e / jax.nn.one_hot(of_class(w), 2).sum(0)[of_class(w)][:, None]).sum(),
     "as long as the longest": lambda e, w: (e * (jnp.arange(SEQ) < (w > 0).sum(1).max())).mean(),
     "above the mean": lambda e, w: (e * (w > w.mean())).mean(),
+    "where there are any": lambda e, w: jnp.where(w.sum() > 0, (e * w).sum() / w.sum(), 0.0),
+    "where any counts": lambda e, w: jnp.where((w > 2).sum() == 0, (e * w).sum() / jnp.maximum((w > 0).sum(), 1), 0.0),
+    "weights of classes": lambda e, w: (e * (1 / jnp.bincount(of_class(w), length=2))[of_class(w)][:, None]).sum(),
+    "balanced classes": lambda e, w: (e * balanced(of_class(w))[of_class(w)][:, None]).mean(),
+    "weights of classes, normalised": lambda e, w: normalised_by_class(e, of_class(w)),
+    "effective numbers": lambda e, w: (e * (0.5 / (1 - 0.5 ** jnp.bincount(of_class(w), length=2)))[of_class(w)][:, None]).mean(),
+    "below a quantile": lambda e, w: (e * jnp.minimum(w, jnp.quantile(w, 0.625))).mean(),
+    "over what a cond makes": lambda e, w: (e * w).sum() / one_at_least(w),
 }
 
 
@@ -111,9 +132,49 @@ def assert_right(step, schedule="1f1b", stages=2, num=4, chunks=1):
         assert float(metrics[name]) == pytest.approx(float(w), rel=1e-9)
 
 
+SUMS = ["weights of classes", "over what a cond makes"]  # of numbers that have no known parts: with a penalty, neither mean nor sum
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_weighted_mean_is_that_of_the_whole_batch(name):
-    assert_right(step_of(LOSSES[name], decay=2**-7))
+    assert_right(step_of(LOSSES[name], decay=0 if name in SUMS else 2**-7))
+
+
+LATER = {
+    **DIVISORS,
+    "rounded": lambda w: jnp.round(w.sum()),
+    "a count": lambda w: jnp.maximum((w > 0).sum(), 1),
+    "a root": lambda w: jnp.sqrt(w.sum()),
+    "the largest and the mean": lambda w: w.max() + w.mean(),
+    "in a cond": one_at_least,
+    "a quantile": lambda w: jnp.quantile(w, 0.75),
+    "added up in a loop": lambda w: jax.lax.scan(lambda c, x: (c + x.sum(), None), jnp.zeros((), w.dtype), w)[0],
+}
+
+
+@pytest.mark.parametrize("how", [{"microbatches": 4}, {"pipeline": "1f1b", "stages": 2, "microbatches": 2}], ids=["one", "stages"])
+@pytest.mark.parametrize("name", LATER)
+def test_what_updates_and_metrics_divide_by_is_the_whole_batchs(name, how):
+    """A sum of errors whose gradient is divided after it was made, and metrics of all samples that are divided by such a number."""
+    divisor = LATER[name]
+
+    def step(params, batch):
+        def loss_fn(params):
+            logits = jnp.tanh(params["embed"][batch["tokens"]] @ params["w"]) @ params["out"]
+            errors = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+            return (errors * batch["weights"]).sum(), errors
+
+        (loss, errors), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        over = divisor(batch["weights"])
+        metrics = {"loss": loss / over, "median": jnp.median(errors) / over, "deviation": errors.std() * over}
+        return jax.tree.map(lambda p, g: p - 0.125 * g / over, params, grads), metrics
+
+    with jax.enable_x64(True):
+        state, batch = jax.tree.map(lambda x: x.astype("float64") if x.dtype == "float32" else x, arguments())
+        params = {k: v for k, v in state["params"].items() if k != "v"}
+        planned = soap_shard(step, topology="cpu8", proposals=32, **how)
+        wanted = jax.jit(step)(params, batch)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), planned(params, batch), wanted)
 
 
 CASES = [("gpipe", 2, 4, 1), ("zb-h1", 2, 2, 1), ("interleaved", 2, 4, 2), ("1f1b", 4, 2, 1), ("1f1b", 1, 4, 1), ("1f1b", 2, 8, 1)]

@@ -21,11 +21,13 @@ from typing import Any
 import jax
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.parts.cut import phase_of
 from soapjax.graph.batch.draws import draws_alike
 from soapjax.graph.batch.growth import Growth, growth_of
 from soapjax.graph.batch.whole_batch import BatchStatistic
 from soapjax.graph.batch.whole_equations import consts_of_whole, equations_of_whole
-from soapjax.graph.passes.build import build_graph
+from soapjax.graph.passes.build import Binding, build_graph
+from soapjax.graph.passes.phases import UPDATE
 from soapjax.graph.recompute import recomputing
 from soapjax.graph.trace.program import FlatEqn
 from soapjax.graph.trace.tracing import CORRECT, TracedStep, trace
@@ -51,6 +53,23 @@ class MicroStep:
     # By the key of an equation what runs in its place once per step (graph/batch/whole_equations.py).
     once: Mapping[str, FlatEqn] = dataclasses.field(default_factory=dict)
     consts_once: Mapping[int, Any] = dataclasses.field(default_factory=dict)  # likewise
+
+    def of_all_samples(self, keys: frozenset[str]) -> MicroStep:
+        """With equations `keys` that are evaluated on all samples: they read numbers of the whole batch, and no part of these."""
+        program = self.step.program
+        passed_on = [(e.outputs[0], self.whole[e.key]) for e in program.eqns if e.key in self.whole]
+        all_of = {statistic.value: v for v, statistic in passed_on if statistic.scale == 1}
+        instead = {v: all_of[statistic.value] for v, statistic in passed_on if statistic.scale != 1}
+
+        def changed(eqn: FlatEqn) -> FlatEqn:
+            if eqn.key not in keys or instead.keys().isdisjoint(eqn.read):
+                return eqn
+            inputs = (instead.get(a, a) if isinstance(a, int) else a for a in eqn.inputs)
+            return dataclasses.replace(eqn, inputs=tuple(inputs))
+
+        program = dataclasses.replace(program, eqns=tuple(map(changed, program.eqns)))
+        step = dataclasses.replace(self.step, program=program)
+        return dataclasses.replace(self, step=step, after_all=self.after_all | keys)
 
 
 def micro_step(
@@ -98,8 +117,10 @@ def micro_step(
             raise SoapjaxError(_of_part(full, leaves, samples, e.problems)) from e
 
     small = with_samples(size // num_microbatches)
+    graph, binding = build_graph(full)
     grows = growth_of(
-        small, full, leaves, num_microbatches, with_samples=with_samples, state_leaves=_untrained_state(full)
+        small, full, leaves, num_microbatches, with_samples=with_samples, state_leaves=_untrained_state(full, binding),
+        updates={e.key for e in full.program.eqns if phase_of(e, graph, binding) == UPDATE},
     )  # fmt: skip
     draws = draws_alike(small.program, {small.program.inputs[k] for k in leaves})
     program, whole = grows.with_whole(small.program, num_microbatches)
@@ -113,10 +134,9 @@ def micro_step(
     )  # fmt: skip
 
 
-def _untrained_state(step: TracedStep) -> list[int]:
+def _untrained_state(step: TracedStep, binding: Binding) -> list[int]:
     """Input leaves that the step returns anew, and of which there is no gradient."""
-    trained = build_graph(step)[1].phases.trained
-    return [k for k in step.state_pairs if step.program.inputs[k] not in trained]
+    return [k for k in step.state_pairs if step.program.inputs[k] not in binding.phases.trained]
 
 
 def _of_part(full: TracedStep, leaves: Sequence[int], samples: int, problems: Sequence[Problem]) -> list[Problem]:

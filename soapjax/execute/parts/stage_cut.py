@@ -26,7 +26,7 @@ from soapjax.graph.trace.program import FlatEqn
 from soapjax.graph.trace.tracing import TracedStep
 from soapjax.graph.trace.values import IDENTITIES
 from soapjax.strategy.pipeline import Pipeline
-from soapjax.strategy.schedules import recomputes_apart, splits_backward
+from soapjax.strategy.schedules import kind_of, recomputes_apart, splits_backward
 
 
 class Crossing(NamedTuple):
@@ -395,6 +395,9 @@ def cut_stages(micro: MicroStep, graph: OperatorGraph, binding: Binding, pipelin
         if is_apart and (made := [v for v in backward[s].inputs if v in c.made_by and c.made_by[v].key in own]):
             recompute.append(make_part(f"recompute {s}", s, step.program, (), free | own, made))
     passes = [*forward, *backward, *weights, *recompute]
+    if kind_of(pipeline).is_synchronous:  # what updates read of the whole batch is given to them, and nothing that it is made of
+        given_apart = (dataclasses.replace(e, inputs=()) if e.key in micro.whole else e for e in step.program.eqns)
+        c.program = dataclasses.replace(step.program, eqns=tuple(given_apart))
     updates = cut_updates(c, passes)
     batch = {step.program.inputs[k] for k in micro.batch_leaves}
     home = {v: s for v, s in updates.home.items() if v not in batch}

@@ -67,10 +67,10 @@ class PipelineStream:
         self.given = self._emit()
 
     def _find_statistics(self) -> dict[int, BatchStatistics]:
-        """Stage -> what its passes read of the whole batch."""
-        micro, found = self.staged.micro, {}
+        """Stage -> what its passes and its update read of the whole batch."""
+        micro, parts, found = self.staged.micro, (*self.cut.passes, *self.cut.updates), {}
         for s, place in enumerate(self.places):
-            if keys := sorted({k for part in self.cut.passes if part.place == s for k in keys_in(part, micro.whole)}):
+            if keys := sorted({k for part in parts if part.place == s for k in keys_in(part, micro.whole)}):
                 found[s] = BatchStatistics(self.staged.traced, keys, is_float64=place.is_float64)
         return found
 
@@ -81,6 +81,10 @@ class PipelineStream:
             if mine := self.batch.intersection(part.inputs):
                 found.setdefault(part.place, set()).update(mine)
         return {s: sorted(values) for s, values in found.items()}
+
+    def statistics_of(self, part: Part) -> list[tuple]:
+        """The names of what a part reads of the whole batch, in the order of `keys_in`."""
+        return [("statistic", k, part.place) for k in keys_in(part, self.staged.micro.whole)]
 
     def _inputs(self, leaves: Sequence[int]) -> list[int]:
         """What numbers of the whole batch are made of: parts of the batch, or state."""
@@ -252,7 +256,7 @@ class PipelineStream:
         outs += [self.sum_name(a.value, s) for a in added]
         ins = [*(self._read(v, s, m, action.kind) for v in part.inputs), *sums]
         ins += [("number", s, m)] if keys_in(part, self.staged.micro.draws) else []
-        ins += [("statistic", k, s) for k in keys_in(part, self.staged.micro.whole)]
+        ins += self.statistics_of(part)
         self.out.call(f"{action.kind} {s}, micro-batch {m}", self.track(s), fn, ins, outs, takes=sums, part=(self.places[s], part))
         for t, values in () if is_again else sent_on(part.outputs, self.moved_to, s):
             self.move(values, s, t, m)

@@ -21,6 +21,7 @@ import jax
 
 from soapjax.execute.parts.part_program import Place, evaluate_part, finished, jit_part
 from soapjax.execute.parts.stage_cut import Crossing
+from soapjax.execute.spmd.evaluator import OfMicroBatch
 from soapjax.execute.spmd.promotion import high
 from soapjax.execute.streams.pipeline_stream import PipelineStream, Staged
 from soapjax.execute.streams.stream import Stream
@@ -114,6 +115,7 @@ class _Updates:
         finals = [v for t, v in self.cut.gradients if t == s] if self.with_gradients else []
         if not outputs and not finals:
             return
+        statistics = self.stream.statistics_of(part)
         scales = [1 / self.stream.num if self.staged.joinings[c.value].how == "mean" else 1.0 for c in crossings]
         dtypes = [self._dtype(c.value, place.is_float64) for c in crossings]
 
@@ -128,14 +130,15 @@ class _Updates:
                     own = [None]
                 total = functools.reduce(operator.add, terms)
                 env[c.value] = finished(total, scale, dtype) if own[0] is None else own[0].finished(total, scale, dtype)
-            env = evaluate_part(place, part, env)
+            of_batch = OfMicroBatch(whole={k: next(rest) for _, k, _ in statistics})
+            env = evaluate_part(place, part, env, of_batch)
             return (*(env[v] for v in outputs), *(env[v] for v in finals))
 
         fn.__name__ = fn.__qualname__ = f"update_{s}"
         donated = self._donated(s, values, outputs)
         shardings = [self._result_sharding(v, s) for v in outputs] + [place.sharding(v) for v in finals]
         jitted = jax.jit(fn, out_shardings=tuple(shardings), donate_argnums=tuple(donated))
-        ins = [self._name(v, s) for v in values] + [n for c in crossings for n in self._summands(c)]
+        ins = [self._name(v, s) for v in values] + [n for c in crossings for n in self._summands(c)] + statistics
         outs = [("out", s, v) for v in outputs] + [("final", s, v) for v in finals]
         taken = [ins[k] for k in donated]
         self.out.call(f"update {s}", self.stream.track(s), jitted, ins, outs, takes=taken, part=(place, part))
@@ -190,9 +193,10 @@ class _Updates:
             part = self.cut.mixed[s]
             if part is None:
                 continue
-            ins = [("out", s, v) if v in made else self._name(v, s) for v in part.inputs]
+            ins = [("out", s, v) if v in made else self._name(v, s) for v in part.inputs] + self.stream.statistics_of(part)
             shardings = {v: self._result_sharding(v, s) for v in part.outputs}
             donated = self._donated(s, part.inputs, part.outputs)
-            fn = jit_part(self.places[s], part, out_shardings=shardings, donated=[part.inputs[k] for k in donated])
+            mine = [part.inputs[k] for k in donated]
+            fn = jit_part(self.places[s], part, whole=self.staged.micro.whole, out_shardings=shardings, donated=mine)
             outs, taken = [("out", s, v) for v in part.outputs], [ins[k] for k in donated]
             self.out.call(f"update {s} mixed", self.stream.track(s), fn, ins, outs, takes=taken, part=(self.places[s], part))

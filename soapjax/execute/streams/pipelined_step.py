@@ -7,7 +7,6 @@ dispatches (pipeline_stream.py, pipeline_updates.py); what runs at the same time
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -139,7 +138,7 @@ def cut_and_joined(
             told = {micro.step.out_paths[k] for k in micro.step.state_pairs.values()}
             blindly = {v: p for v, p in blindly.items() if p not in told}
         if keys := frozenset().union(*of_all.values()):
-            micro = dataclasses.replace(micro, after_all=micro.after_all | keys)
+            micro = micro.of_all_samples(keys)
             cut = cut_stages(micro, graph, binding, pipeline)
     cut = cut.updating_as(micro.once, micro.consts_once)
     problems, found = _own_meshes(cut, pipeline), {}

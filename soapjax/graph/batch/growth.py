@@ -166,13 +166,13 @@ class Growth:
     def with_whole(self, program: Program, num: int) -> tuple[Program, dict[str, BatchStatistic]]:
         """The step's program, in which the numbers of `whole` are passed on; by equation (key) what it hands to `num` parts."""
         mine = {(k if self.equations is None else self.equations[k], j): found for (k, j), found in self.whole.items()}
-        made, keys = passed_on(program, mine)
-        return made, {keys[read]: BatchStatistic(value, num**-power) for read, (value, power) in mine.items()}
+        made, keys = passed_on(program, {read: power for read, (_, power) in mine.items()})
+        return made, {key: BatchStatistic(mine[read][0], num**-power) for key, (read, power) in keys.items()}
 
 
 def growth_of(
     step: TracedStep, full: TracedStep, batch_leaves: Sequence[int], factor: int, *, with_samples: Callable[[int], TracedStep],
-    state_leaves: Sequence[int] = (),
+    state_leaves: Sequence[int] = (), updates: Collection[str] = (),
 ) -> Growth:  # fmt: skip
     """How the values of `step` grow with its batch.
 
@@ -180,6 +180,8 @@ def growth_of(
       full: the step with a batch `factor` times as large.
       batch_leaves: inputs that are data.
       state_leaves: inputs that are state which no gradient is of.
+      updates: outermost equations (keys) that run once, when all gradients are known: these read numbers of the whole batch as
+        they are, not a micro-batch's part of them.
       with_samples: traces the step with a number of samples; called where `step` has one, and is not like `full` therefore.
     Raises: SoapjaxError where it has one sample, and cannot be traced with two.
     """
@@ -191,26 +193,14 @@ def growth_of(
         if not found:
             return Growth(one, more, found, batch, equations=equations)
 
-        def has_samples(a: Atom) -> bool:
-            return bool(sample_dims(one, more, a))
-
-        state = {one.inputs[k] for k in state_leaves}
-        sized = {a.key for a, b in zip(one.eqns, more.eqns, strict=True) if has_other_literals(a, b)}
-        running, making = running_statistics_read(one, batch, state, has_samples, lambda e: e.key in sized)
-        known = {v for v, scaling in found.items() if scaling.is_sum or scaling.power is not None}
-        reads = statistics_read(one, batch, has_samples, known.__contains__)
-        powers = {read: _power(found[v], one.avals[v]) for read, v in reads.items() if read[0] not in making}
-        powers |= dict.fromkeys(running, 0.0)
-        reads |= running
-        whole = {
-            read: (reads[read], power) for read, power in powers.items()
-            if power is not None and (equations is None or read[0] in equations)
-        }  # fmt: skip
-        growth = _with_statistics(one, more, factor, batch, equations, whole)
-        if beside := _read_for_results(growth, one):
+        reads = _Reads(one, more, found, batch, {one.inputs[k] for k in state_leaves}, updates, equations)
+        if not reads.are_known:
+            reads.learn(_with_statistics(one, more, factor, batch, equations, reads.known()).scaling)
+        growth = _with_statistics(one, more, factor, batch, equations, whole := reads.whole())
+        if beside := reads.for_results(growth.scaling, whole):
             whole = {read: of for read, of in whole.items() if read not in beside}
             growth = _with_statistics(one, more, factor, batch, equations, whole)
-        return dataclasses.replace(growth, running=frozenset(making))
+        return dataclasses.replace(growth, running=frozenset(reads.making))
 
     found = between(step, full, factor)
     if found.is_known or step.in_avals[batch_leaves[0]].shape[0] > 1:
@@ -230,23 +220,80 @@ def growth_of(
     return dataclasses.replace(between(two, more, samples / 2, equations), counterpart=values)
 
 
+class _Reads:
+    """Where a step reads numbers that are made of the batch alone.
+
+    making: equations (keys) that make numbers of the whole batch of statistics and of state.
+    """
+
+    def __init__(
+        self, one: Program, more: Program, found: Mapping[int, Scaling], batch: frozenset[int], state: Collection[int],
+        updates: Collection[str], equations: Mapping[str, str] | None,
+    ):  # fmt: skip
+        self.one, self.found, self.batch, self.updates, self.equations = one, found, batch, updates, equations
+        self.has_samples = lambda a: bool(sample_dims(one, more, a))
+        sized = {a.key for a, b in zip(one.eqns, more.eqns, strict=True) if has_other_literals(a, b)}
+        self.running, self.making = running_statistics_read(one, batch, state, self.has_samples, lambda e: e.key in sized)
+        self.all = self._read(lambda v: True)
+        self.power = {v: 1.0 if scaling.is_sum else scaling.power for v, scaling in found.items()}
+
+    def _read(self, may_be_read: Callable[[int], bool]) -> dict[Read, int]:
+        found = statistics_read(self.one, self.batch, self.has_samples, may_be_read)
+        return {read: v for read, v in found.items() if read[0] not in self.making}
+
+    @property
+    def are_known(self) -> bool:
+        return all(self.power[v] is not None for (key, _), v in self.all.items() if key not in self.updates)
+
+    def known(self) -> dict[Read, tuple[int, float]]:
+        """As `whole`, but that of numbers of unknown growth what they are made of is read."""
+        return {read: (v, self.power[v] or 0.0) for read, v in self._read(lambda v: self.power[v] is not None).items()}
+
+    def learn(self, scaling: Mapping[int, Scaling]) -> None:
+        """How numbers of unknown growth grow where the `known` ones are exact: 1 / (n + 1e-8) as 1 / n, say."""
+        self.power |= {v: scaling[v].power for v in self.all.values() if self.power[v] is None}
+
+    def whole(self) -> dict[Read, tuple[int, float]]:
+        """Where a number of the whole batch is to be read -> its value, and by which power the part of it grows that is read."""
+        found = {read: (v, 0.0 if read[0] in self.updates else self._power(v)) for read, v in self.all.items()}
+        found |= {read: (v, 0.0) for read, v in self.running.items()}
+        return {read: of for read, of in found.items() if self.equations is None or read[0] in self.equations}
+
+    def _power(self, v: int) -> float:
+        """0 of a number that is read as it is: also of one that is not known to grow, or has no parts."""
+        return self.power[v] or 0.0 if jax.numpy.issubdtype(self.one.avals[v].dtype, jax.numpy.inexact) else 0.0
+
+    def for_results(self, scaling: Mapping[int, Scaling], whole: Mapping[Read, tuple[int, float]]) -> set[Read]:
+        """Those reads of what grows with the batch, a count say, that lead to no gradient, and to nothing but results that add it
+        to what grows otherwise: to what there was before. Such a result is made of all samples (`of_all_samples`).
+
+        Args:
+          scaling: where parts of the `whole` are read.
+        """
+        growing = {read: power for read, (v, power) in whole.items() if self.found[v].power != 0 and read[0] not in self.updates}
+        parts = [read for read, power in growing.items() if power != 0]
+        others = [read for read, power in growing.items() if power == 0]
+        return _read_for_results(scaling, self.one, parts) | _read_for_results(self.found, self.one, others)
+
+
 def _with_statistics(
     one: Program, more: Program, factor: float, batch: frozenset[int], equations: dict[str, str] | None,
     whole: dict[Read, tuple[int, float]],
 ) -> Growth:  # fmt: skip
     """The growth of a step that reads `whole` of the whole batch."""
-    first = max(max(one.avals), max(more.avals)) + 1
-    ids = {value: first + k for k, value in enumerate(dict.fromkeys(v for v, _ in whole.values()))}
-    given = {read: ids[value] for read, (value, _) in whole.items()}
-    one, more = with_given(one, given), with_given(more, given)
-    powers = {ids[value]: power for value, power in whole.values()}
+    named, keys = passed_on(one, {read: power for read, (_, power) in whole.items()})
+    made = {e.key: e.outputs[0] for e in named.eqns if e.key in keys}
+    ids = {(whole[read][0], power): made[key] for key, (read, power) in keys.items()}
+    given = {read: ids[of] for read, of in whole.items()}
+    of_small, of_large = ({k: program.avals[v] for (v, _), k in ids.items()} for program in (one, more))
+    one, more = with_given(one, given, of_small), with_given(more, given, of_large)
+    powers = {k: power for (_, power), k in ids.items()}
     return Growth(one, more, scalings(one, more, factor, powers, batch), batch, equations=equations, whole=whole)
 
 
-def _read_for_results(growth: Growth, step: Program) -> set[Read]:
-    """Reads of a part of what the whole batch has, a count say, that lead to no gradient, and to nothing but results that add it to
-    what grows otherwise: to what there was before. Such a result is made of all samples (`of_all_samples`)."""
-    unknown = {v for v, scaling in growth.scaling.items() if scaling.power is None and not scaling.is_zero}
+def _read_for_results(scaling: Mapping[int, Scaling], step: Program, reads: Collection[Read]) -> set[Read]:
+    """Of `reads` those that lead to no gradient, and to nothing but results of unknown growth."""
+    unknown = {v for v, found in scaling.items() if found.power is None and not found.is_zero}
     results = {o for o in step.outputs if isinstance(o, int)}
     if results.isdisjoint(unknown):
         return set()
@@ -259,13 +306,7 @@ def _read_for_results(growth: Growth, step: Program) -> set[Read]:
         readers = (e for e in step.leaves if not reached.isdisjoint((*e.read, *e.outputs)))
         return not any(is_backward(e) or unknown.intersection(e.read) - reached for e in readers)
 
-    return {read for read, (_, power) in growth.whole.items() if power != 0 and is_for_results(read[0])}
-
-
-def _power(found: Scaling, aval: Any) -> float | None:
-    """By which power of the batch a statistic of the data grows; None where it is none, or a count of which there are no parts."""
-    power = 1.0 if found.is_sum else found.power
-    return power if power == 0.0 or jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact) else None
+    return {read for read in reads if is_for_results(read[0])}
 
 
 def corresponding(one: Program, two: Program, factor: int = 2) -> tuple[dict[int, int], dict[str, str]]:

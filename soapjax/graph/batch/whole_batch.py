@@ -7,7 +7,8 @@ that it happens to have. With the weights of all of them it is one:
 
 So does one with weights that are divided by their largest, or inputs that are normalised by their mean. Where an equation reads a
 number that is made of the batch alone, and is no sample's, that may be computed of the whole batch before the passes begin: the
-M-th part of a sum, all of a mean or of a largest value. What depends on parameters (an overlap of classes) is known only after the
+M-th part of a sum, all of a mean, of a largest value and of what nobody knows to grow, as a quantile. What updates read, which run
+once, is all of it. What depends on parameters (an overlap of classes) is known only after the
 forward pass, and has a derivative of its own; what is drawn is drawn for every micro-batch: neither is offered. Nor is what is read
 within loops, but for what the loop is given. State that no gradient is of (a running mean of what was seen) may take part where no
 sample has a number of its own: the new running mean, by which samples are normalised, is the whole batch's.
@@ -30,7 +31,9 @@ from soapjax.graph.batch.draws import is_key
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
 
 # What makes one number of all samples; others pick some of them, the first, say, of which a part has not a part.
-_OVER_SAMPLES = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "dot_general", "scatter-add"}
+_OVER_SAMPLES = {
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "dot_general", "scatter-add", "scan", "while", "cond",
+}  # fmt: skip
 
 
 class BatchStatistic(NamedTuple):
@@ -82,7 +85,7 @@ def statistics_read(
     """Where outermost equations read statistics of the inputs `batch` alone, and which, but to make others of them.
 
     Args:
-      is_known: of a value, whether it is known how it grows: of a statistic of which that is not, what it is made of is read.
+      is_known: of a value, whether it may be read: of a statistic that may not, what it is made of is.
     """
     made: dict[int, bool] = dict.fromkeys(batch, True)  # of the batch and constants alone -> whether of the batch
     sorted_: set[int] = set()  # of these what is in order, of which the one at a place is a quantile
@@ -108,8 +111,8 @@ def statistics_read(
     return found
 
 
-def with_given(program: Program, given: Mapping[Read, int]) -> Program:
-    """The program where equations read other values, which nothing makes."""
+def with_given(program: Program, given: Mapping[Read, int], avals: Mapping[int, Any]) -> Program:
+    """The program where equations read other values, which nothing makes, of such types."""
     operands: dict[str, dict[int, int]] = {}
     for (key, j), v in given.items():
         operands.setdefault(key, {})[j] = v
@@ -118,10 +121,7 @@ def with_given(program: Program, given: Mapping[Read, int]) -> Program:
         own = operands.get(eqn.key)
         return eqn if own is None else dataclasses.replace(eqn, inputs=tuple(own.get(j, a) for j, a in enumerate(eqn.inputs)))
 
-    avals = dict(program.avals)
-    values = {e.key: e for e in program.eqns}
-    avals.update({v: program.aval(values[key].inputs[j]) for (key, j), v in given.items()})
-    return dataclasses.replace(program, eqns=tuple(map(changed, program.eqns)), avals=avals)
+    return dataclasses.replace(program, eqns=tuple(map(changed, program.eqns)), avals={**program.avals, **avals})
 
 
 def part_for(program: Program, values: Collection[Atom]) -> tuple[Program, set[int]]:
@@ -134,24 +134,35 @@ def part_for(program: Program, values: Collection[Atom]) -> tuple[Program, set[i
     return dataclasses.replace(program, eqns=tuple(reversed(eqns)), outputs=tuple(values)), needed & set(program.inputs)
 
 
-def passed_on(program: Program, reads: Collection[Read]) -> tuple[Program, dict[Read, str]]:
-    """The program where equations read some operands through one more, and the keys: where it is read -> that equation."""
-    avals, eqns, through, keys = dict(program.avals), [], dict[Atom, FlatEqn](), dict[Read, str]()
-    wanted = set(reads)
+def passed_on(program: Program, reads: Mapping[Read, float]) -> tuple[Program, dict[str, tuple[Read, float]]]:
+    """The program where equations read some operands through one more, one for every operand and power of the batch; by the key of
+    that what it passes on, and the power. Beside those of a part (not 0) stands one of the whole, which nothing reads.
+
+    Args:
+      reads: where, and by which power of the batch the part grows that is read there.
+    """
+    avals, eqns, through, keys = dict(program.avals), [], dict[tuple[Atom, float], int](), dict[str, tuple[Read, float]]()
+
+    def pass_on(eqn: FlatEqn, j: int, power: float) -> int:
+        over = eqn.inputs[j]
+        if (over, power) not in through:
+            made = through[over, power] = max(avals) + 1
+            avals[made] = program.aval(over)
+            address, params = (len(program.eqns) + len(keys),), {"name": "of the whole batch"}
+            name = dataclasses.replace(
+                eqn, address=address, primitive=_name(), params=params, inputs=(over,), outputs=(made,), body=None, trip=None
+            )  # fmt: skip
+            eqns.append(name)
+            keys[name.key] = (eqn.key, j), power
+        return through[over, power]
+
     for eqn in program.eqns:
-        for j in [j for j in range(len(eqn.inputs)) if (eqn.key, j) in wanted]:
-            over = eqn.inputs[j]
-            if over not in through:
-                made = max(avals) + 1
-                avals[made] = program.aval(over)
-                address, params = (len(program.eqns) + len(through),), {"name": "of the whole batch"}
-                through[over] = dataclasses.replace(
-                    eqn, address=address, primitive=_name(), params=params, inputs=(over,), outputs=(made,), body=None, trip=None
-                )  # fmt: skip
-                eqns.append(through[over])
-            keys[eqn.key, j] = through[over].key
-        inputs = (*(through[a].outputs[0] if (eqn.key, j) in wanted else a for j, a in enumerate(eqn.inputs)),)
-        eqns.append(dataclasses.replace(eqn, inputs=inputs) if inputs != eqn.inputs else eqn)
+        inputs = list(eqn.inputs)
+        for j in range(len(eqn.inputs)):
+            if (power := reads.get((eqn.key, j))) is not None:
+                inputs[j] = pass_on(eqn, j, power)
+                pass_on(eqn, j, 0.0)
+        eqns.append(dataclasses.replace(eqn, inputs=tuple(inputs)) if tuple(inputs) != eqn.inputs else eqn)
     return dataclasses.replace(program, eqns=tuple(eqns), avals=avals), keys
 
 
