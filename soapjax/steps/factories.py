@@ -97,7 +97,11 @@ def _check_module(name: str, folder: Path, place: str) -> None:
     if not where and name.partition(".")[0] not in sys.stdlib_module_names:
         parts = name.split(".")
         missing = next(m for m in (".".join(parts[: k + 1]) for k in range(len(parts))) if not _places(m))
-        raise _not_importable(place, f"No module named {missing!r}")
+        before, _, last = missing.rpartition(".")
+        meant = ""
+        if before and missing == name and _places(before):  # a file name, or a dot in the place of a colon
+            meant = before if last == "py" else f"{before}:{last}"
+        raise _not_importable(place, f"No module named {missing!r}", meant)
     own_models = OWN_FOLDER.parent / "models"  # of a checkout
     is_ours = is_within(name, "models") and not _is_installed(own_models) and all(p.is_relative_to(own_models) for p in where)
     is_here = all(p.is_relative_to(folder) and not _is_installed(p) for p in where)
@@ -108,8 +112,9 @@ def _check_module(name: str, folder: Path, place: str) -> None:
     raise SoapjaxError(Problem(place, str(where[0]) if where else "a module of the standard library", expected, remedy))
 
 
-def _not_importable(place: str, value: str) -> SoapjaxError:
-    remedy = f"write package.module or package.module:factory; soapjax's own are e.g. {OWN_MODELS}.mlp"
+def _not_importable(place: str, value: str, meant: str = "") -> SoapjaxError:
+    own = f"soapjax's own are e.g. {OWN_MODELS}.mlp"
+    remedy = f"did you mean {meant}; {own}" if meant else f"write package.module or package.module:factory; {own}"
     return SoapjaxError(Problem(place, value, "a module importable from the working folder", remedy))
 
 
@@ -160,8 +165,6 @@ def _declared(folder: Path) -> list[str]:
 def _imported(name: str, place: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except ImportError as e:
-        raise _not_importable(place, str(e)) from None
     except (Exception, SystemExit) as e:  # the user's own code may raise anything; its words are passed on
         remedy = f"run python -c 'import {name}' to see the error"
         raise SoapjaxError(Problem(place, f"{type(e).__name__}: {str(e)[:200]}", "a module that imports", remedy)) from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -153,7 +153,27 @@ def _checked(source: ModelSource, result: Any) -> tuple[Any, ...]:
             Problem(f"model {source.path}", f"a factory that returned {type(result).__name__}", "(train_step, state, batch)",
                     "return the step function first, then its example arguments")
         )  # fmt: skip
+    step, *arguments = result
+    if not _takes(step, arguments):
+        value = f"a step that takes {inspect.signature(step)}, and {len(arguments)} argument{'s' * (len(arguments) > 1)} for it"
+        remedy = "return as many example arguments as the step takes"
+        if len(arguments) == 1 and isinstance(arguments[0], tuple | list) and _takes(step, arguments[0]):
+            remedy = "return the arguments one by one behind the step, not as one tuple"
+        raise SoapjaxError(Problem(f"model {source.path}", value, "(train_step, state, batch)", remedy))
     return result
+
+
+def _takes(step: Callable[..., Any], arguments: Sequence[Any]) -> bool:
+    """Whether a function can be called with so many arguments, as far as it tells."""
+    try:
+        signature = inspect.signature(step)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def _guarded(source: ModelSource, run: Callable[[], Any]) -> Any:

@@ -364,6 +364,11 @@ def module(name, text):
     return name
 
 
+def named(name, of):
+    module(of, "def make(): pass")
+    return name
+
+
 FACTORY = """
 import jax.numpy as jnp
 def make(*, batch=8):
@@ -383,9 +388,11 @@ def factory(name, *, inside="pass", step="return state", returned=ARRAYS):
     "name, make, words",
     [
         ("bad_absent.model", lambda n: n, ["No module named 'bad_absent'", "importable"]),
+        ("bad_dot.train", lambda n: named(n, "bad_dot"), ["No module named 'bad_dot.train'", "did you mean bad_dot:train"]),
+        ("bad_file.py", lambda n: named(n, "bad_file"), ["No module named 'bad_file.py'", "did you mean bad_file"]),
         ("", lambda n: n, ["got ''", "package.module:factory"]),
         ("bad_syntax", lambda n: module(n, "def make(:"), ["SyntaxError"]),
-        ("bad_import", lambda n: module(n, "import no_such_thing"), ["no_such_thing"]),
+        ("bad_import", lambda n: module(n, "import no_such_thing"), ["No module named 'no_such_thing'", "a module that imports"]),
         ("bad_raises", lambda n: module(n, "raise RuntimeError('no luck')"), ["RuntimeError: no luck"]),
         ("bad_exits", lambda n: module(n, "import sys; sys.exit(0)"), ["SystemExit"]),
         ("bad_without_make", lambda n: module(n, "def mak(): pass"), ["no function 'make'", "it has mak"]),
@@ -395,6 +402,8 @@ def factory(name, *, inside="pass", step="return state", returned=ARRAYS):
         ("bad_factory_exits", lambda n: factory(n, inside="raise SystemExit(0)"), ["SystemExit"]),
         ("bad_nothing", lambda n: factory(n, returned="None"), ["NoneType", "(train_step, state, batch)"]),
         ("bad_word", lambda n: factory(n, returned="step, 'word'"), ["bad_word"]),
+        ("bad_tuple", lambda n: factory(n, returned=f"step, ({ARRAYS.partition(', ')[2]})"), ["1 argument", "one by one"]),
+        ("bad_too_many", lambda n: factory(n, returned=f"{ARRAYS}, 1, 2"), ["(state, batch)", "4 arguments", "as many"]),
         ("bad_step", lambda n: factory(n, step="return state['v']"), ["KeyError: 'v'", "jax.jit"]),
     ],
 )

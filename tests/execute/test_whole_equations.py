@@ -215,6 +215,12 @@ RUNNING = {  # of what was before, and of the batch: the new one, and what sampl
     "what a class has": lambda old, x: (
         new := old + (x > 0).sum(0), x * (new / new.sum())[jnp.argmax(x, 1)][:, None]
     ),
+    "a count within a cond": lambda old, x: (
+        new := jax.lax.cond(old.max() >= 0, lambda: old + len(x), lambda: old), 10 * x / (1 + new)
+    ),
+    "a mean within a cond": lambda old, x: (
+        new := jax.lax.cond(old.max() < 9, lambda x: 0.9 * old + 0.1 * x.mean(0), lambda x: old, x), x - new
+    ),
 }  # fmt: skip
 
 
@@ -246,6 +252,43 @@ def test_a_running_sum_within_a_loop_that_passes_read_is_named(caplog):
     s, x, y = arguments(np.int32(0))
     soapjax.soap_shard(step, topology="cpu8", proposals=8, microbatches=2)({"p": s["p"], "seen": jnp.zeros(x.shape[1])}, x, y)
     assert any("put together" in m and m.endswith("out.seen") for m in caplog.messages)
+
+
+def test_a_statistic_within_a_cond_is_named(caplog):
+    def step(s, x, y):
+        def loss(p):
+            centred = jax.lax.cond(s["on"], lambda h: h - h.mean(0), lambda h: 2 * h, net(p, x))
+            return ((centred - y) ** 2).mean()
+
+        return {"p": jax.tree.map(lambda p, g: p - 0.1 * g, s["p"], jax.grad(loss)(s["p"])), "on": ~s["on"]}
+
+    s, x, y = arguments(np.int32(0))
+    soapjax.soap_shard(step, topology="cpu8", proposals=8, microbatches=2)({"p": s["p"], "on": np.array(True)}, x, y)
+    assert any("brings a mean, or another statistic of the batch, back to its samples" in m for m in caplog.messages)
+
+
+def over(total, errors):
+    return jax.lax.cond(total > 0, lambda: errors / total, lambda: 0.0)
+
+
+CHOICES = {
+    "of means": lambda on, e, w: jax.lax.cond(on, lambda e: e.mean(), lambda e: 2 * jnp.abs(e).mean(), e),
+    "of sums": lambda on, e, w: jax.lax.cond(on, lambda e: e.sum(), lambda e: 2 * jnp.abs(e).sum(), e),
+    "of a mean or nothing": lambda on, e, w: e.mean() + jax.lax.cond(on, lambda e: jnp.abs(e).mean(), lambda e: 0.0, e),
+    "of a weighted mean or nothing": lambda on, e, w: over(w.sum(), (e * w).sum()),
+    "of activations": lambda on, e, w: jax.lax.cond(on, jax.nn.relu, jnp.tanh, e).mean(),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_loss_within_a_cond_is_that_of_the_whole_batch(name, caplog):
+    def step(s, x, y):
+        loss, grads = jax.value_and_grad(lambda p: CHOICES[name](s["on"], (net(p, x) - y) ** 2, jnp.abs(y)))(s["p"])
+        return {"p": jax.tree.map(lambda p, g: p - 0.01 * g, s["p"], grads), "on": ~s["on"]}, loss
+
+    s, x, y = arguments(np.int32(0))
+    assert_as_plain(step, ({"p": s["p"], "on": np.array(True)}, x, y), microbatches=2)
+    assert not caplog.records
 
 
 MOST = {

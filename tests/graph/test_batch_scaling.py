@@ -28,6 +28,7 @@ FUNCTIONS = {
     "normalised": lambda w, x: (((x @ w) - (x @ w).mean(0)) / jnp.sqrt((x @ w).var(0) + 1e-5)).sum(axis=1).mean(),
     "with decay": lambda w, x: jax.nn.softmax(x @ w).mean() + 0.1 * (w**2).sum(),
     "computed again": lambda w, x: jax.checkpoint(lambda w, x: jnp.tanh(x @ w))(w, x).mean(),
+    "a choice": lambda w, x: jax.lax.cond(w.sum() > 0, lambda: jnp.tanh(x @ w).mean(), lambda: 2 * (x @ w).mean()),
     "a loop": lambda w, x: jax.lax.scan(lambda c, r: (c + (x @ r).mean(), None), 0.0, w.T)[0],
 }
 

@@ -9,12 +9,12 @@ a batch dim are told by their shapes.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from soapjax.graph.trace.program import Atom, FlatEqn, Program
+from soapjax.graph.trace.program import Atom, FlatEqn, Program, flatten
 
 
 class Scaling(NamedTuple):
@@ -55,6 +55,7 @@ _PASSED_ON = _KEEP | _FIRST | _ALIKE | {"select_n", "scatter"}
 _EXTREMES = {"reduce_max": "max", "reduce_min": "min"}
 _IN_ORDER = {"convert_element_type", "reshape", "transpose", "squeeze", "copy", "name", "stop_gradient", "reduce_precision"}
 _COMPARE = {"eq", "ne", "lt", "le", "gt", "ge", "argmax", "argmin", "sign", "is_finite"}
+_UNREAD = {"empty", "empty2"}  # what a branch hands on in the place of what another keeps for its derivative
 _SUMS = {"reduce_sum", "reduce_window_sum", "cumsum"}
 _PRODUCTS = {"mul", "dot_general", "conv_general_dilated"}
 _POWERS = {"integer_pow": None, "square": 2, "sqrt": 0.5, "rsqrt": -0.5}  # exponents; of the first it is a parameter
@@ -86,6 +87,13 @@ def are_alike(small: Program, large: Program) -> bool:
     )
 
 
+def branches_of(eqn: FlatEqn, other: FlatEqn) -> Iterator[tuple[Program, Program]]:
+    """The programs of the branches of a `cond`, in two traces."""
+    for pair in zip(eqn.params["branches"], other.params["branches"], strict=True):
+        small, large = (flatten(b, stack=eqn.stack) for b in pair)
+        yield small, large
+
+
 def has_other_literals(a: FlatEqn, b: FlatEqn) -> bool:
     """Whether two equations that are alike have other numbers among their operands."""
 
@@ -94,7 +102,26 @@ def has_other_literals(a: FlatEqn, b: FlatEqn) -> bool:
             return False
         return not np.array_equal(np.asarray(x.val), np.asarray(y.val), equal_nan=np.asarray(x.val).dtype.kind == "f")
 
-    return any(map(is_other, a.inputs, b.inputs))
+    return any(map(is_other, a.inputs, b.inputs)) or any(map(_have_other_literals, _jaxprs(a.params), _jaxprs(b.params)))
+
+
+def _jaxprs(params: Mapping[str, Any]) -> list[Any]:
+    """Those of an equation's parameters, as of the branches of a `cond`."""
+    values = [x for v in params.values() for x in (v if isinstance(v, tuple | list) else (v,))]
+    return [getattr(x, "jaxpr", x) for x in values if hasattr(x, "eqns")]
+
+
+def _have_other_literals(a: Any, b: Any) -> bool:
+    """As `has_other_literals`, of two jaxprs."""
+
+    def numbers(jaxpr: Any) -> Iterator[np.ndarray]:
+        atoms = [*(v for e in jaxpr.eqns for v in e.invars), *jaxpr.outvars]
+        yield from (np.asarray(v.val) for v in atoms if hasattr(v, "val"))
+        for inner in (j for e in jaxpr.eqns for j in _jaxprs(e.params)):
+            yield from numbers(inner)
+
+    pairs = zip(numbers(a), numbers(b), strict=False)
+    return any(not np.array_equal(x, y, equal_nan=x.dtype.kind == "f") for x, y in pairs)
 
 
 def sample_dims(small: Program, large: Program, atom: Atom) -> tuple[int, ...]:
@@ -137,6 +164,8 @@ class _Scaler:
                 self.smooth.update(eqn.outputs)
             if eqn.body is not None:
                 self.loop(eqn, other)
+            elif eqn.name == "cond" and eqn.inputs[0] not in self.data:
+                self.found.update(zip(eqn.outputs, self.cond(eqn, other), strict=True))
             else:
                 result = self.equation(eqn, other)
                 self.found.update(dict.fromkeys(eqn.outputs, result))
@@ -200,6 +229,8 @@ class _Scaler:
     def grown(self, eqn: FlatEqn, inputs: list[Scaling]) -> Scaling:
         """The power of an equation's result."""
         name = eqn.name
+        if name in _UNREAD:
+            return ZERO
         if any(s.power is None for s in inputs):
             return UNKNOWN
         powers = [s.power for s in inputs if not s.is_zero]
@@ -298,6 +329,29 @@ class _Scaler:
     def is_data_sum(self, atom: Atom, scaling: Scaling) -> bool:
         return isinstance(atom, int) and atom in self.data and (scaling.is_sum or (scaling.power or 0) >= 1)
 
+    def cond(self, eqn: FlatEqn, other: FlatEqn) -> list[Scaling]:
+        """Of a choice that is the same for all of the batch: results grow as all branches say."""
+        branches = [self.branch(eqn, other, *pair) for pair in branches_of(eqn, other)]
+        for k, o in enumerate(eqn.outputs):
+            if any(own[k] for _, own in branches) and all(own[k] or found[k].is_zero for found, own in branches):
+                self.own.add(o)
+        return [_of_either(found) for found in zip(*(found for found, _ in branches), strict=True)]
+
+    def branch(self, eqn: FlatEqn, other: FlatEqn, small: Program, large: Program) -> tuple[list[Scaling], list[bool]]:
+        """How the results of one branch grow, unknown where its two traces differ; and which of them all samples have alike."""
+        if not are_alike(small, large):
+            return [UNKNOWN for _ in eqn.outputs], [False for _ in eqn.outputs]
+        inner = _Scaler(small, large, self.factor, {}, ())
+        given = list(zip(small.inputs, eqn.inputs[1:], other.inputs[1:], strict=True))
+        inner.found.update((i, self.read(a, b)) for i, a, b in given)
+        for mine, some in ((inner.data, self.data), (inner.smooth, self.smooth), (inner.own, self.own)):
+            mine.update(i for i, a, _ in given if isinstance(a, int) and a in some)
+        inner.run()
+        for some, mine in ((self.data, inner.data), (self.smooth, inner.smooth)):
+            some.update(o for o, a in zip(eqn.outputs, small.outputs, strict=True) if isinstance(a, int) and a in mine)
+        found = [inner.read(a, b) for a, b in zip(small.outputs, large.outputs, strict=True)]
+        return found, [isinstance(a, int) and a in inner.own for a in small.outputs]
+
     def loop(self, eqn: FlatEqn, other: FlatEqn) -> None:
         body, p = eqn.body, eqn.params
         num_consts, num_carry = p["num_consts"], p["num_carry"]
@@ -325,6 +379,17 @@ class _Scaler:
         for some in (self.data, self.smooth):
             if any(isinstance(a, int) and a in some for a in body.outputs):
                 some.update(eqn.outputs)
+
+
+def _of_either(found: Collection[Scaling]) -> Scaling:
+    """What grows as one of these, nobody knows which."""
+    grown = [s for s in found if not s.is_zero]
+    if not grown:
+        return ZERO
+    power = grown[0].power if len({s.power for s in grown}) == 1 else None
+    extreme = "made" if any(s.extreme for s in grown) else ""
+    any_of = {k: any(getattr(s, k) for s in grown) for k in ("is_ratio", "is_mixed")}
+    return Scaling(power, is_sum=power is None and any(s.is_sum or s.power == 1 for s in grown), extreme=extreme, **any_of)
 
 
 def is_backward(eqn: FlatEqn) -> bool:

@@ -22,12 +22,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
-from soapjax.graph.batch.batch_scaling import is_backward
+from soapjax.graph.batch.batch_scaling import are_alike, branches_of, is_backward
 from soapjax.graph.batch.draws import is_key
 from soapjax.graph.rules.heavy_rules import POOLS, SCATTERS
 from soapjax.graph.rules.light_rules import ALONG
@@ -59,6 +60,7 @@ class SampleMixing:
         self.small, self.large, self.batch = small, large, batch
         self.data, self.known = set(batch), frozenset(known)
         follow(small, self.data, self.known)
+        self._inner: dict[str, list[SampleMixing]] = {}
         self._want(wanted)
 
     def of(self, wanted: Collection[Atom]) -> SampleMixing:
@@ -76,12 +78,13 @@ class SampleMixing:
 
     def pairs(self) -> FlatEqn | None:
         """An equation whose result has every sample with every other; None where there is none."""
-        return next((e for e in self.needed if self._makes_pairs(e)), None)
+        return next((e for e in self.needed if self._makes_pairs(e)), None) or self._inside(SampleMixing.pairs)
 
     def statistic(self, besides: Collection[str] = ()) -> FlatEqn | None:
         """An equation that brings a statistic of the batch to its samples, and is none of `besides` (keys); or None."""
         brings = (e for e in self.needed if e.name != "concatenate" and e.key not in besides)  # which puts some beside others
-        return next((e for e in brings if any(map(self._dims, e.outputs)) and any(map(self._is_statistic, e.inputs))), None)
+        found = next((e for e in brings if any(map(self._dims, e.outputs)) and any(map(self._is_statistic, e.inputs))), None)
+        return found or self._inside(SampleMixing.statistic, besides)
 
     def not_linear(self, after: Collection[str] = ()) -> FlatEqn | None:
         """An equation that makes a statistic of others, and not as means of it are made of means of them; None where there is none.
@@ -93,16 +96,33 @@ class SampleMixing:
 
     def fixed_rows(self) -> FlatEqn | None:
         """An equation that puts a fixed number of the batch's rows beside as many as it has, or takes them out of all; or None."""
-        return next((e for e in self.needed if self._joins_fixed_rows(e) or self._takes_all_of_a_part(e)), None)
+        found = next((e for e in self.needed if self._joins_fixed_rows(e) or self._takes_all_of_a_part(e)), None)
+        return found or self._inside(SampleMixing.fixed_rows)
 
     def by_number(self) -> FlatEqn | None:
         """An equation that reads samples, or adds to them, by numbers that come with the batch or are the same for any; or None."""
         placed = _places(self.small)
-        return next((e for e in self.needed if self._reads_by_number(e, placed)), None)
+        found = next((e for e in self.needed if self._reads_by_number(e, placed)), None)
+        return found or self._inside(SampleMixing.by_number)
 
     def order(self) -> FlatEqn | None:
         """An equation that moves, sorts or accumulates along the batch; None where there is none."""
-        return next((e for e in self.needed if self._is_along_batch(e)), None)
+        return next((e for e in self.needed if self._is_along_batch(e)), None) or self._inside(SampleMixing.order)
+
+    def _inside(self, look: Callable[[SampleMixing], FlatEqn | None], besides: Collection[str] = ()) -> FlatEqn | None:
+        """A needed `cond`, none of `besides` (keys), in a branch of which `look` finds something."""
+        choices = (e for e in self.needed if e.name == "cond" and e.key not in besides)
+        return next((e for e in choices if any(look(mixing) is not None for mixing in self._branches(e))), None)
+
+    def _branches(self, eqn: FlatEqn) -> list[SampleMixing]:
+        """The same within the branches of a `cond`."""
+        if eqn.key not in self._inner:
+            other = next(e for e, _ in self.large.walk() if e.key == eqn.key)
+            of_data = [isinstance(a, int) and a in self.data for a in eqn.inputs[1:]]
+            pairs = (pair for pair in branches_of(eqn, other) if are_alike(*pair))
+            made = (SampleMixing(a, b, list(itertools.compress(a.inputs, of_data)), a.outputs) for a, b in pairs)
+            self._inner[eqn.key] = list(made)
+        return self._inner[eqn.key]
 
     def of_all_on(self, *, statistics: bool) -> list[FlatEqn]:
         """The equations that read samples by their place, put them in order, or one batch behind another for good (`statistics`:

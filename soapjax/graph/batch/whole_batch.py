@@ -65,7 +65,7 @@ def running_statistics_read(
     for eqn in program.eqns:
         values = [a for a in eqn.read if a not in program.consts]
         reads_state, has = not of_state.isdisjoint(values), any(map(has_samples, (*values, *eqn.outputs)))
-        is_alone = alone.issuperset(values) and eqn.body is None and not (reads_state and has)
+        is_alone = alone.issuperset(values) and eqn.body is None and not (reads_state and any(map(has_samples, eqn.outputs)))
         if is_alone and not any(is_key(program.aval(a)) for a in (*eqn.inputs, *eqn.outputs)):
             alone.update(eqn.outputs)
             if reads_state:
@@ -96,7 +96,9 @@ def statistics_read(
         is_picked = any(map(has_samples, values)) and not any(map(has_samples, eqn.outputs)) and eqn.name not in _OVER_SAMPLES
         if eqn.name == "sort" or not sorted_.isdisjoint(values):
             sorted_.update(eqn.outputs)
-            is_picked = False
+            numbers = eqn.inputs[1:] if eqn.name in ("gather", "dynamic_slice") else ()
+            by_batch = any(isinstance(a, int) and made.get(a) for a in numbers)
+            is_picked = is_picked and by_batch
         is_alone = all(v in made for v in values) and not (is_drawn or is_picked)
         if is_alone:
             made.update(dict.fromkeys(eqn.outputs, any(made[v] for v in values)))

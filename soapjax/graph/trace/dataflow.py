@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from soapjax.graph.trace.program import FlatEqn, Program
 
@@ -14,7 +15,9 @@ def follow(program: Program, data: set[int], stop: frozenset[int] = frozenset())
         if not any(moved):
             continue
         if eqn.body is None:
-            if eqn.name != "optimization_barrier":  # of many values, each as it was
+            if eqn.name == "cond":
+                moved = _through_branches(eqn, moved)
+            elif eqn.name != "optimization_barrier":  # of many values, each as it was
                 moved = [True] * len(eqn.outputs)
             data.update(o for o, m in zip(eqn.outputs, moved, strict=True) if m and o not in stop)
             continue
@@ -28,6 +31,22 @@ def follow(program: Program, data: set[int], stop: frozenset[int] = frozenset())
             data.update(i for i, o in carried if isinstance(o, int) and o in data)
         made = zip(eqn.outputs, body.outputs, strict=True)
         data.update(o for o, inside in made if isinstance(inside, int) and inside in data and o not in stop)
+
+
+def _through_branches(eqn: FlatEqn, moved: Sequence[bool]) -> list[bool]:
+    """Which results of a `cond` depend on these of its operands: a branch may pass on what it is given."""
+    if moved[0]:
+        return [True for _ in eqn.outputs]
+    found = [_through(branch.jaxpr, moved[1:]) for branch in eqn.params["branches"]]
+    return [any(of) for of in zip(*found, strict=True)]
+
+
+def _through(jaxpr: Any, moved: Sequence[bool]) -> list[bool]:
+    data = {v for v, is_moved in zip(jaxpr.invars, moved, strict=True) if is_moved}
+    for eqn in jaxpr.eqns:
+        if any(not hasattr(v, "val") and v in data for v in eqn.invars):
+            data.update(eqn.outvars)
+    return [not hasattr(v, "val") and v in data for v in jaxpr.outvars]
 
 
 def needed_for(program: Program, wanted: set[int]) -> Iterator[FlatEqn]:

@@ -291,7 +291,7 @@ def made_of(eqn: Any) -> Any:
 
 def flatten(
     closed: Any, *, unroll: bool = False, has_rule: Callable[[str], bool] = lambda name: True,
-    apart: Mapping[int, int] | None = None, elementwise: Container[str] = (),
+    apart: Mapping[int, int] | None = None, elementwise: Container[str] = (), stack: str = "",
 ) -> Program:  # fmt: skip
     """The flat program of a ClosedJaxpr.
 
@@ -301,11 +301,12 @@ def flatten(
       apart: state (input leaf -> the output leaf that it becomes) that is taken apart into its rows where it is read so
         (unstacking.py); None: nothing is.
       elementwise: names of primitives that work element by element, for that.
+      stack: the names under which it is called.
     """
     f = _Flattener(unroll, has_rule)
     args = [f.fresh(v.aval) for v in closed.jaxpr.invars]
     records: list[dict] = []
-    results = f.inline_closed(closed, args, "", records)
+    results = f.inline_closed(closed, args, stack, records)
     found = Unstacked(records, [(a,) for a in args], [(a,) for a in results])
     if apart is not None:
         found = Unstacking(records, args, results, apart, avals=f.avals, elementwise=elementwise, traced=f._traced).run()
