@@ -89,8 +89,9 @@ class PlannerProgram:
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """The program traced for such arguments."""
+        args = _in_32_bits(args)
         with fewer_collections(), jax.enable_x64(False), jax.numpy_dtype_promotion(self._promotion):
-            return self._jitted.lower(*_narrowed(args))
+            return self._jitted.lower(*args)
 
     def compile(self, lowered: jax.stages.Lowered) -> None:
         self._compiled, self._is_proven = _compiled(lowered, self._options, key=self._key(lowered.in_avals))
@@ -99,7 +100,7 @@ class PlannerProgram:
         """Of a program with a name, where programs are kept."""
         if not self._name or program_folder() is None:
             return None
-        shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(_narrowed(args))]
+        shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(_in_32_bits(args))]
         asked = f"{_surroundings()}\n{self._options}\n{self._name}\n{shapes}\n{_source()}"
         return hashlib.sha256(asked.encode()).hexdigest()
 
@@ -134,9 +135,14 @@ class PlannerProgram:
 
 
 def _narrowed(args: Any) -> Any:
-    """Arguments, those of 64 bits in 32."""
+    """Arguments of a call, those of 64 bits in 32."""
     if not jax.config.jax_enable_x64:  # type: ignore[attr-defined]  # options are made at run time
         return args  # as they are: there are none
+    return _in_32_bits(args)
+
+
+def _in_32_bits(args: Any) -> Any:
+    """Arguments, those of 64 bits in 32, whatever is enabled: other threads than the one that made them may ask."""
 
     def narrow(x: Any) -> Any:
         dtype = _NARROW.get(str(x.dtype))

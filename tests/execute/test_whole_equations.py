@@ -133,6 +133,23 @@ def test_a_loss_that_is_neither_a_mean_nor_a_sum_is_refused(name):
         soapjax.soap_shard(step, topology="cpu8", proposals=8, microbatches=2)(s["p"], x, y)
 
 
+def in_two_ways(h, n):
+    return jnp.concatenate([2 * h[:n], h[: BATCH - n]])
+
+
+@pytest.mark.parametrize("takes", [lambda h: in_two_ways(h, 2), lambda h: h[:6], lambda h: h[BATCH - 1]])
+def test_a_number_of_samples_that_is_the_same_for_any_batch_is_refused(takes):
+    """With a part of the batch the step is another program then: it takes all of that, or counts from another end."""
+
+    def step(p, x, y):
+        loss, grads = jax.value_and_grad(lambda p: (takes(net(p, x)) ** 2).mean())(p)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads), loss
+
+    s, x, y = arguments(np.int32(0))
+    with pytest.raises(SoapjaxError, match=r"a fixed number of samples, or samples by their place.*x.shape\[0\]"):
+        soapjax.soap_shard(step, topology="cpu8", proposals=8, microbatches=2)(s["p"], x, y)
+
+
 def test_a_loss_of_unknown_growth_is_warned_of(caplog):
     def step(p, x, y):
         grads = jax.grad(lambda p: (((net(p, x) - y) ** 2).mean(-1) / jnp.log(x.shape[0])).mean())(p)
@@ -345,6 +362,25 @@ def test_a_state_with_a_row_per_sample_is_named():
     args = {"p": s["p"], "carry": np.zeros((BATCH, 5), np.float32)}, x, y
     with pytest.raises(SoapjaxError, match="state is not cut, and s.carry has 8 rows"):
         soapjax.soap_shard(step, topology="cpu8", proposals=8, microbatches=2)(*args)
+
+
+@pytest.mark.parametrize("how", [{"microbatches": 2}, PIPELINE], ids=["two", "pipeline"])
+def test_what_is_only_as_long_as_the_batch_is_not_cut(how):
+    """Positions and a mask beside as many samples as there are positions."""
+
+    def step(s, tokens, positions, mask):
+        def loss_fn(p):
+            h = jnp.tanh(p["e"][tokens] + positions)
+            mixed = jax.nn.softmax(jnp.where(mask, jnp.einsum("bth,bsh->bts", h @ p["w"], h), -1e9)) @ h
+            return optax.softmax_cross_entropy_with_integer_labels(mixed @ p["e"].T, tokens).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(s)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, s, grads), loss
+
+    rng = np.random.default_rng(0)
+    s = {"e": np.float32(rng.standard_normal((11, 16)) / 4), "w": np.float32(rng.standard_normal((16, 16)) / 4)}
+    tokens, positions = rng.integers(0, 11, (12, 12)).astype(np.int32), np.float32(rng.standard_normal((12, 16)))
+    assert_as_plain(step, (s, tokens, positions, np.tril(np.ones((12, 12), bool))), **how)
 
 
 def test_a_data_set_that_is_read_by_the_batch_is_not_cut():

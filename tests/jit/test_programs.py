@@ -4,6 +4,7 @@ import hashlib
 import os
 import stat
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -309,6 +310,18 @@ def test_it_computes_in_32_bits_whatever_the_step_does(folder):
                 found = program(jnp.asarray(x, float))
             assert found.dtype == np.float32
             np.testing.assert_allclose(found, np.cumsum(x) / 3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("is_struct", [True, False])
+def test_it_is_prepared_in_32_bits_from_any_thread(is_struct):
+    """A thread does not have what the user enabled for the one that plans."""
+    program = PlannerProgram(lambda a: jnp.full(3, 1.5, a.dtype) + a.astype(jnp.float32))
+    with jax.enable_x64(True), ThreadPoolExecutor(1) as pool:
+        x = jnp.arange(3.0)
+        given = jax.ShapeDtypeStruct(x.shape, x.dtype) if is_struct else x
+        assert given.dtype == np.float64
+        pool.submit(program.prepare, given).result()
+        assert program(x).dtype == np.float32
 
 
 def test_no_dtype_is_promoted_unasked():

@@ -14,16 +14,20 @@ What comes out is put together again by joinings.py. Semantics, as in GPipe (Hua
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.parts.cut import phase_of
+from soapjax.graph.batch.batch_scaling import are_alike
 from soapjax.graph.batch.draws import draws_alike
 from soapjax.graph.batch.growth import Growth, growth_of
+from soapjax.graph.batch.sample_mixing import SampleMixing
 from soapjax.graph.batch.whole_batch import BatchStatistic
 from soapjax.graph.batch.whole_equations import consts_of_whole, equations_of_whole
 from soapjax.graph.passes.build import Binding, build_graph
@@ -31,6 +35,8 @@ from soapjax.graph.passes.phases import UPDATE
 from soapjax.graph.recompute import recomputing
 from soapjax.graph.trace.program import FlatEqn
 from soapjax.graph.trace.tracing import CORRECT, TracedStep, trace
+
+_MOST_UNITS = 4  # arguments as long as the batch, of which some may be none
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,9 +111,9 @@ def micro_step(
     static = {i % len(args) for i in static_argnums} if args else set()
     dynamic = tuple(a for i, a in enumerate(args) if i not in static)
 
-    def with_samples(samples: int) -> TracedStep:
+    def with_samples(samples: int, of: Sequence[int] | None = None) -> TracedStep:
         flat, tree = jax.tree_util.tree_flatten(dynamic)
-        for i in leaves:
+        for i in leaves if of is None else of:
             aval = full.in_avals[i]
             flat[full.leaf_of[i]] = jax.ShapeDtypeStruct((samples, *aval.shape[1:]), aval.dtype)
         rest = iter(jax.tree_util.tree_unflatten(tree, flat))
@@ -116,12 +122,14 @@ def micro_step(
         except SoapjaxError as e:
             raise SoapjaxError(_of_part(full, leaves, samples, e.problems)) from e
 
-    small = with_samples(size // num_microbatches)
+    small, leaves = _smallest(lambda of: with_samples(size // num_microbatches, of), full, leaves)
     graph, binding = build_graph(full)
     grows = growth_of(
         small, full, leaves, num_microbatches, with_samples=with_samples, state_leaves=_untrained_state(full, binding),
         updates={e.key for e in full.program.eqns if phase_of(e, graph, binding) == UPDATE},
     )  # fmt: skip
+    if not grows.is_known:
+        _require_no_places(full, binding, leaves, with_samples)
     draws = draws_alike(small.program, {small.program.inputs[k] for k in leaves})
     program, whole = grows.with_whole(small.program, num_microbatches)
     once = equations_of_whole(small.program, full.program, num_microbatches)
@@ -132,6 +140,57 @@ def micro_step(
         after_all=grows.after_means(small.program.outputs) | making,
         running=frozenset(a for e in program.eqns if e.key in making for a in e.read),
     )  # fmt: skip
+
+
+def _smallest(
+    traced: Callable[[Sequence[int]], TracedStep], full: TracedStep, leaves: tuple[int, ...]
+) -> tuple[TracedStep, tuple[int, ...]]:  # fmt: skip
+    """The step with one micro-batch, and which inputs have the batch: not all that are as long, where that cannot be traced and
+    can be without some of them (a table of positions, as many as there are samples).
+
+    Raises: SoapjaxError where it cannot be traced so either, or in two ways.
+    """
+    try:
+        return traced(leaves), leaves
+    except SoapjaxError as e:
+        arguments = collections.defaultdict(list)
+        for i in leaves:
+            arguments[full.in_paths[i].partition(".")[0]].append(i)
+        units = list(arguments.values()) if len(arguments) > 1 else [[i] for i in leaves]
+        found: list[tuple[TracedStep, tuple[int, ...]]] = []
+        for num in reversed(range(1, len(units) if len(units) <= _MOST_UNITS else 1)):
+            for chosen in itertools.combinations(units, num):
+                with contextlib.suppress(SoapjaxError):
+                    found.append((traced(of := tuple(sorted(i for unit in chosen for i in unit))), of))
+            if found:
+                break
+        if len(found) == 1:
+            return found[0]
+        raise e
+
+
+def _require_no_places(
+    full: TracedStep, binding: Binding, leaves: Sequence[int], with_samples: Callable[[int], TracedStep]
+) -> None:  # fmt: skip
+    """Refuses a step that is another program with a part of its batch, but not with more: it takes a number of samples that is
+    the same for any batch, or reads them by their place.
+
+    Raises: SoapjaxError naming the line.
+    """
+    size = full.in_avals[leaves[0]].shape[0]
+    try:
+        double = with_samples(2 * size)
+    except SoapjaxError:
+        return
+    if not are_alike(full.program, double.program):
+        return
+    wanted = [*(p.gradient for p in binding.phases.parameters), *full.program.outputs]
+    mixing = SampleMixing(full.program, double.program, [full.program.inputs[k] for k in leaves], wanted)
+    if (found := mixing.fixed_rows() or mixing.order()) is not None:
+        value = f"a fixed number of samples, or samples by their place ({found.name} of {list(mixing.shape(found))})"
+        expected = "a step that is the same for a part of its batch"
+        remedy = "take a share of the batch's own size there (x.shape[0] // 4, say), or use one micro-batch"
+        raise SoapjaxError(Problem(found.source or "train step", value, expected, remedy))
 
 
 def _untrained_state(step: TracedStep, binding: Binding) -> list[int]:
