@@ -149,10 +149,11 @@ class Accumulated:
         found = self.deferred.sharding(self.place.mesh)
         return found.update(spec=PartitionSpec(None, *found.spec)) if self.rows else found
 
-    def zeros(self) -> Any:
+    @property
+    def shape(self) -> tuple[int, ...]:
         shape = self.place.bound.step.program.avals[self.rows[0] if self.rows else self.value].shape
         shape = shape if self.deferred is None else self.deferred.shape(self.place.mesh, shape)
-        return jax.numpy.zeros((len(self.rows), *shape) if self.rows else shape, self.dtype)
+        return (len(self.rows), *shape) if self.rows else tuple(shape)
 
     def added(self, total: Any, x: Any) -> Any:
         """The running sum with what one micro-batch gives."""
@@ -216,11 +217,6 @@ def keys_in(part: Part, keys: Collection[str]) -> list[str]:
     """Those of the equations `keys` that a part evaluates, in order."""
     mine = {k for e in part.eqns for k in keys_of(e)} if keys else set()
     return sorted(mine.intersection(keys))
-
-
-def jit_numbers(place: Place, numbers: Sequence[int]) -> Callable[[], tuple[Any, ...]]:
-    """Numbers of micro-batches, as passes take them."""
-    return jax.jit(lambda: tuple(jax.numpy.uint32(m) for m in numbers), out_shardings=(place.whole,) * len(numbers))
 
 
 def jit_part(

@@ -25,10 +25,11 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.parts.cut import Part, make_part, phase_of, read_at, sent_on
 from soapjax.execute.parts.joinings import joining
 from soapjax.execute.parts.microbatches import MicroStep
-from soapjax.execute.parts.part_program import Place, evaluate_part, finished, jit_numbers, jit_part, keys_in
+from soapjax.execute.parts.part_program import Place, evaluate_part, finished, jit_part, keys_in
 from soapjax.execute.parts.stage_cut import cut_stages
 from soapjax.execute.streams.batches import MicroBatched
 from soapjax.execute.streams.replicas import Replicas
+from soapjax.execute.streams.small_programs import numbers, rows_apart
 from soapjax.execute.streams.stream import Name, Stream, StreamBuilder
 from soapjax.graph.passes.phases import UPDATE
 from soapjax.strategy.pipeline import Action, Pipeline
@@ -233,11 +234,11 @@ class PipeDreamStep(MicroBatched):
                     self._feeds.append((self.batch[v], place))
                     out.slot(name)
                     given.append(name)
-                    fn = jax.jit(lambda x, mine=mine: tuple(x[m] for m in mine), out_shardings=(place.sharding(v),) * len(mine))
+                    fn = rows_apart(tuple(mine), (place.sharding(v),) * len(mine))
                     outs = [("batch", v, s, m) for m in mine]
                     out.call(f"minibatches {s}", self._track(s, q), fn, [name], outs)
                 if any(keys_in(p, self.micro.draws) for p in (self.cut.forward[s], self.cut.backward[s])):
-                    out.call(f"numbers {s}", self._track(s, q), jit_numbers(place, mine), [], [("number", s, m) for m in mine])
+                    out.call(f"numbers {s}", self._track(s, q), numbers(mine, place.whole), [], [("number", s, m) for m in mine])
 
     def _show(self, out: StreamBuilder, s: int, version: int, kept: Collection[int]) -> None:
         """A version of a stage's state to the passes of its replicas; what is `kept` they have seen under the version before."""

@@ -19,7 +19,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from soapjax.execute.parts.batch_statistics import BatchStatistics
@@ -27,8 +26,9 @@ from soapjax.execute.parts.cut import Part, read_at, sent_on
 from soapjax.execute.parts.gathered import gather_program
 from soapjax.execute.parts.joinings import Joining
 from soapjax.execute.parts.microbatches import MicroStep
-from soapjax.execute.parts.part_program import Accumulated, Place, jit_numbers, jit_part, keys_in, sum_dtype
+from soapjax.execute.parts.part_program import Accumulated, Place, jit_part, keys_in, sum_dtype
 from soapjax.execute.parts.stage_cut import Crossing, StageCut
+from soapjax.execute.streams.small_programs import numbers, rows_apart, rows_joined, zeros
 from soapjax.execute.streams.stream import StreamBuilder
 from soapjax.strategy.pipeline import Action, Pipeline
 from soapjax.strategy.schedules import dispatch_order
@@ -164,8 +164,7 @@ class PipelineStream:
             for n in names:
                 self.out.slot(n)
             given += names
-            shardings = [self.places[s].sharding(v) for v in values for _ in range(self.num)]
-            fn = jax.jit(lambda *xs: tuple(x[m] for x in xs for m in range(self.num)), out_shardings=tuple(shardings))
+            fn = rows_apart(tuple(range(self.num)), tuple(self.places[s].sharding(v) for v in values for _ in range(self.num)))
             self.out.call(
                 f"micro-batches {s}", self.track(s), fn, names, [("value", v, s, m) for v in values for m in range(self.num)]
             )
@@ -219,7 +218,7 @@ class PipelineStream:
     def _numbers(self) -> None:
         """The numbers of micro-batches, on stages that draw random numbers."""
         for s in sorted({p.place for p, _, _ in self.compiled.values() if keys_in(p, self.staged.micro.draws)}):
-            fn = jit_numbers(self.places[s], range(self.num))
+            fn = numbers(range(self.num), self.places[s].whole)
             self.out.call(f"numbers {s}", self.track(s), fn, [], [("number", s, m) for m in range(self.num)])
 
     def _whole_batch(self) -> None:
@@ -232,15 +231,14 @@ class PipelineStream:
 
     def _all_of_batch(self) -> None:
         for s, values in self.read_late.items():
-            whole = (self.places[s].whole,) * len(values)
-            fn = jax.jit(lambda *stacked: tuple(x.reshape(-1, *x.shape[2:]) for x in stacked), out_shardings=whole)
+            fn = rows_joined((self.places[s].whole,) * len(values))
             self.out.call(f"batch {s}", self.track(s), fn, [("batch", v, s) for v in values], [("all", v, s) for v in values])
 
     def _zeros(self) -> None:
         for s, added in self.sums.items():
             if not added:
                 continue
-            fn = jax.jit(lambda added=added: tuple(a.zeros() for a in added), out_shardings=tuple(a.sharding for a in added))
+            fn = zeros(tuple((a.shape, a.dtype) for a in added), tuple(a.sharding for a in added))
             self.out.call(f"zeros {s}", self.track(s), fn, [], [self.sum_name(a.value, s) for a in added])
 
     def _pass(self, action: Action) -> None:

@@ -163,16 +163,16 @@ class Stream:
     def lowered(self, arguments: Sequence[Any]) -> Iterator[jax.stages.Lowered]:
         """The programs of this process' devices for arguments such as these: once they are compiled, `run` only runs."""
         slots = self._filled([_struct(a, a.sharding) for a in arguments])
-        made: dict[int, Sequence[Any]] = {}  # id of a program -> types and layouts of its results
+        made: dict[Any, Sequence[Any]] = {}  # a program with what it is given -> types and layouts of its results
         for d in self.dispatches:
             given = [slots[i] for i in d.ins]
             results: Sequence[Any]
             if d.targets is not None:
                 results = d.arrivals(given)
-            elif id(d.fn) in made:
-                results = made[id(d.fn)]
+            elif (key := (id(d.fn), *((x.shape, x.dtype, x.sharding) for x in given))) in made:
+                results = made[key]
             else:
-                results = made[id(d.fn)] = jax.eval_shape(d.fn, *given)
+                results = made[key] = jax.eval_shape(d.fn, *given)
                 if any(x.sharding.has_addressable_devices for x in results):
                     yield d.fn.lower(*given)
             for s, result in zip(d.outs, results, strict=True):
