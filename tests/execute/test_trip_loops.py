@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from planned import topology_with
 
 import soapjax
 from soapjax.execute.compiled.pipeline_proof import verify_pipeline
@@ -113,6 +114,8 @@ def test_trips_that_differ_are_no_loop():
 
 # Whole steps.
 
+FOUR = topology_with(4)  # two stages of two devices: what is split within a stage, and sent between stages, is there
+
 
 def transformer(layers=6, *, tied=False, dropout=False, checkpointed=False, dtype=jnp.float32):
     """A scanned language model with norms, heads, and gradients clipped by their norm."""
@@ -164,13 +167,13 @@ CASES = [
 @pytest.mark.parametrize(("schedule", "how"), CASES)
 def test_a_pipeline_in_loops_is_the_same_without(schedule, how, monkeypatch):
     step, (state, tokens) = transformer(**how)
-    plan, _ = soapjax.plan_pipeline(
-        step, state, tokens, pipeline=schedule, stages=2, microbatches=4, proposals=30, topology="cpu8"
+    plan, found = soapjax.plan_pipeline(
+        step, state, tokens, pipeline=schedule, stages=2, microbatches=4, proposals=10, topology=FOUR
     )  # fmt: skip
-    found = {}
+    seen = {}
     for trips in (2, 1000):
         monkeypatch.setattr(rolled_cut, "MIN_TRIPS", trips)
-        run = step_of_plan(step, state, tokens, plan=plan, donate=False)
+        run = step_of_plan(step, state, tokens, plan=plan, donate=False, of_micro=found.of_micro)
         stream = run.streamed
         looped = [p for p in (*stream.cut.passes, *stream.cut.update) if any(e.body is not None for e in p.eqns)]
         assert (len(looped) >= 2) == (trips == 2)
@@ -180,8 +183,8 @@ def test_a_pipeline_in_loops_is_the_same_without(schedule, how, monkeypatch):
             now, metric = run(now, tokens)
             metrics.append(metric["loss"])
         sent = sum(sum(p.bytes_by_collective.values()) * p.num_devices for p in inspected.parts)
-        found[trips] = now, metrics, sent, sum(inspected.memory_bytes.values())
-    (now, metrics, sent, memory), (wanted, expected, sent_alone, memory_alone) = found.values()
+        seen[trips] = now, metrics, sent, sum(inspected.memory_bytes.values())
+    (now, metrics, sent, memory), (wanted, expected, sent_alone, memory_alone) = seen.values()
     tolerance = 2e-2 if how.get("dtype") == jnp.bfloat16 else 2e-5
     np.testing.assert_allclose(metrics, expected, rtol=tolerance)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), now, wanted)
@@ -194,13 +197,13 @@ def test_a_pipeline_in_loops_is_the_same_without(schedule, how, monkeypatch):
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h1", marks=pytest.mark.slow)])
 def test_a_pipeline_in_loops_is_proven(schedule, short_loops):
     step, args = transformer(checkpointed=True)
-    plan, _ = soapjax.plan_pipeline(step, *args, pipeline=schedule, stages=2, microbatches=4, proposals=20, topology="cpu8")
-    made = step_of_plan(step, *args, plan=plan, donate=False).streamed
+    plan, planned = soapjax.plan_pipeline(step, *args, pipeline=schedule, stages=2, microbatches=4, proposals=10, topology=FOUR)
+    made = step_of_plan(step, *args, plan=plan, donate=False, of_micro=planned.of_micro).streamed
     inspected = inspect_stream(made.dispatches(), made.argument_structs())
     leaves = trace(step, *args, unroll=plan.unroll).rows_of(jax.tree.leaves(args))
 
     def of_precision(is_float64):
-        return step_of_plan(step, *args, plan=plan, donate=False, is_float64=is_float64).streamed
+        return step_of_plan(step, *args, plan=plan, donate=False, is_float64=is_float64, of_micro=planned.of_micro).streamed
 
     found = verify_pipeline(of_precision, leaves, inspected.ops)
     assert made.pieces is not None and found.numbers.is_proven and inspected.ops.planned_ops > 0, found
@@ -213,6 +216,6 @@ def test_the_size_of_the_batch_is_the_whole_ones_in_loops_too(short_loops):
         state, metrics = step(state, tokens)
         return state, metrics | {"size": tokens.shape[0]}
 
-    plan, _ = soapjax.plan_pipeline(sized, *args, pipeline="gpipe", stages=2, microbatches=4, proposals=5, topology="cpu8")
-    run = step_of_plan(sized, *args, plan=plan, donate=False)
+    plan, planned = soapjax.plan_pipeline(sized, *args, pipeline="gpipe", stages=2, microbatches=4, proposals=5, topology=FOUR)
+    run = step_of_plan(sized, *args, plan=plan, donate=False, of_micro=planned.of_micro)
     assert run.streamed.pieces is not None and run(*args)[1]["size"] == 16
