@@ -8,13 +8,14 @@ import jax
 import pytest
 from problems import topology_of
 
-import soapjax
 from models import transformer_lm
 from soapjax.errors import SoapjaxError
+from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import trace
 from soapjax.planning.pipelining import recomputing_stages, staging
 from soapjax.planning.pipelining.pipelines import Beaten, FoundPipeline, NoneFits
 from soapjax.planning.plan_files import opened_alone, recost
+from soapjax.planning.request import PlanRequest
 from soapjax.strategy.plan import Plan
 
 ASKED = dict(pipeline="1f1b", stages=2, microbatches=4, proposals=8)
@@ -26,7 +27,19 @@ def step():
     made = []
     sizes = dict(batch=64, seq=1024, width=1024, layers=6, heads=16, vocab=1024)
     arguments = jax.eval_shape(lambda: made.append(transformer_lm.make(**sizes)) or made[0][1:])
-    return made[0][0], *arguments
+    return jax.jit(made[0][0]), *arguments  # traced once for each size of its batch, however often it is planned
+
+
+@pytest.fixture(scope="module")
+def plan_on(step):
+    """Plans for a topology; the step and its graph are the same for all."""
+    traced = trace(*step)
+    given = staging.Traced(traced, build_graph(traced)[0])
+
+    def plan(topology):
+        return staging.plan_staged(PlanRequest(topology=topology, **ASKED), *step, traced=given)[:2]
+
+    return plan
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +51,15 @@ def place():
 
 
 @pytest.fixture(scope="module")
-def planned(step, place):
-    return soapjax.plan_pipeline(*step, topology=place, **ASKED)
+def planned(plan_on, place):
+    return plan_on(place)
 
 
-def test_it_fits_and_is_faster_than_whole_stages_again(step, place, planned, monkeypatch):
+def test_it_fits_and_is_faster_than_whole_stages_again(plan_on, place, planned, monkeypatch):
     plan, found = planned
     assert plan.recomputed and plan.prediction.feasible and "operators computed again" in found.notes[0]
     monkeypatch.setattr(staging, "recomputation_of", lambda *_: None)
-    whole, _ = soapjax.plan_pipeline(*step, topology=place, **ASKED)
+    whole, _ = plan_on(place)
     assert not whole.recomputed and any(s.rematerialise for s in whole.pipeline.stages)
     assert plan.prediction.step_time_s < whole.prediction.step_time_s
 
@@ -63,20 +76,20 @@ def test_its_file_is_predicted_anew(step, planned):
     assert recost(plan, trace(*step)).prediction == plan.prediction == opened_alone(plan).plan.prediction
 
 
-def test_where_all_fits_nothing_is_recomputed(step):
-    plan, found = soapjax.plan_pipeline(*step, topology=topology_of("a100x8"), **ASKED)
+def test_where_all_fits_nothing_is_recomputed(plan_on):
+    plan, found = plan_on(topology_of("a100x8"))
     assert not plan.recomputed and not found.is_bound
 
 
-def test_what_fits_block_by_block_alone_is_found(step, place, monkeypatch):
+def test_what_fits_block_by_block_alone_is_found(plan_on, place, monkeypatch):
     """A stage that computes all of its own again holds all of it at once."""
     less = dataclasses.replace(place.device, memory_bytes=int(0.917 * place.device.memory_bytes))
     tight = dataclasses.replace(place, device=less)
-    plan, _ = soapjax.plan_pipeline(*step, topology=tight, **ASKED)
+    plan, _ = plan_on(tight)
     assert plan.recomputed and plan.prediction.feasible
     monkeypatch.setattr(staging, "recomputation_of", lambda *_: None)
     with pytest.raises(SoapjaxError, match="the nearest pipeline"):
-        soapjax.plan_pipeline(*step, topology=tight, **ASKED)
+        plan_on(tight)
 
 
 class Options:
