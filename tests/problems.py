@@ -121,6 +121,7 @@ def graph_of(model: str) -> OperatorGraph:
     return graph_with(model)
 
 
+@functools.cache
 def graph_with(model: str, **changes: int) -> OperatorGraph:
     """As `graph_of`, with other sizes."""
     if model == "casts":
