@@ -6,6 +6,7 @@ to another, and the memory of every stage; loss and gradients are compared with 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ from soapjax.execute.parts.cut import keys_of
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.execute.streams.pipedream import PipeDreamStep
 from soapjax.execute.streams.placed_step import PlacedStep
+from soapjax.execute.streams.stage_programs import MicroGraph
+from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import TracedStep
 from soapjax.planning.pipelining.given_pipeline import planned_pipeline
 from soapjax.steps.sourced_models import Model
@@ -86,13 +89,14 @@ def verify_programs(plan: Plan, model: Model, step: TracedStep, devices: Sequenc
             numbers = verify(program, jax.tree_util.tree_leaves(model.arguments))
         return ProgramsVerified(numbers, reference, inspected, tuple(rows), memory, plan.num_devices)
 
-    def made(is_float64: bool, donate: bool = False) -> Any:
+    def made(is_float64: bool, donate: bool = False, of_micro: MicroGraph | None = None) -> Any:
         return planned_pipeline(
             model.step, *model.arguments, plan=plan, devices=devices, donate=donate,
-            is_float64=is_float64,
+            is_float64=is_float64, of_micro=of_micro,
         ).streamed  # fmt: skip
 
     streamed = made(False, donate=True)
+    of_micro = MicroGraph(streamed.micro, *build_graph(streamed.micro.step))  # traced once for all of them
     inspected = inspect_stream(streamed.dispatches(), streamed.argument_structs())
     rows = [_stage_row(plan, part) for part in _together(inspected.parts)]
     names = dict.fromkeys([p.program for p in plan.prediction.sends if TRANSFER in p.bytes] + list(inspected.transfers))
@@ -105,7 +109,8 @@ def verify_programs(plan: Plan, model: Model, step: TracedStep, devices: Sequenc
         name = f"stage {i}"
         memory[name] = (plan.prediction.memory_parts_bytes[name], max(inspected.memory_bytes.get(d, 0) for d in ids))
     if runs and not isinstance(streamed, PipeDreamStep):
-        numbers, reference = verify_pipeline(made, step.rows_of(jax.tree_util.tree_leaves(model.arguments)), inspected.ops)
+        rows_of_all = step.rows_of(jax.tree_util.tree_leaves(model.arguments))
+        numbers, reference = verify_pipeline(functools.partial(made, of_micro=of_micro), rows_of_all, inspected.ops)
     return ProgramsVerified(numbers, reference, inspected, tuple(rows), memory, plan.num_devices)
 
 

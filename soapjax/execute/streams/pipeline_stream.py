@@ -44,6 +44,7 @@ class Staged(NamedTuple):
     places: Sequence[Place]
     joinings: Mapping[int, Joining]  # of every crossing value: how micro-batches' values become one
     donate: bool
+    jitted: dict[Any, Any]  # programs of passes, which are the same whatever else a stream returns
 
 
 class PipelineStream:
@@ -212,8 +213,11 @@ class PipelineStream:
                 extra = tuple(v for v in sorted(joined & made) if v not in part.outputs)
                 part = dataclasses.replace(part, outputs=(*part.outputs, *extra))
                 micro, place = self.staged.micro, self.places[part.place]
-                fn = jit_part(place, part, added=added, draws=micro.draws, whole=micro.whole, is_pass=True)
-                self.compiled[kind, part.place] = part, fn, added
+                key = kind, part.place, part.outputs, tuple((a.value, a.dtype) for a in added)
+                if key not in self.staged.jitted:
+                    fn = jit_part(place, part, added=added, draws=micro.draws, whole=micro.whole, is_pass=True)
+                    self.staged.jitted[key] = fn
+                self.compiled[kind, part.place] = part, self.staged.jitted[key], added
 
     def _numbers(self) -> None:
         """The numbers of micro-batches, on stages that draw random numbers."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.parts.deferral import deferred_sums
@@ -60,6 +60,7 @@ class PipelineStep(MicroBatched):
         home = self.cut.home
         self.in_shardings = [self.places[home[v]].sharding(v) if v in home else None for v in self.as_run.step.program.inputs]
         self._built = functools.cache(self._emit)  # with and without gradients
+        self._jitted: dict[Any, Any] = {}  # what both have
 
     def _defer(self, gradients: Sequence[int]) -> None:
         """What is done once per step: sums of gradients over a stage's devices, and copies of parameters (gathered.py)."""
@@ -95,7 +96,8 @@ class PipelineStep(MicroBatched):
         return self._built(with_gradients).stream
 
     def _emit(self, with_gradients: bool) -> StepStream:
-        staged = Staged(self.as_run, self.micro, self.pipeline, self.cut, self.places, self._joinings, self.donate)
+        given = self.as_run, self.micro, self.pipeline, self.cut, self.places, self._joinings, self.donate
+        staged = Staged(*given, self._jitted)
         return step_stream(staged, with_gradients=with_gradients)
 
     @property

@@ -28,20 +28,22 @@ def pipelined(
     fn: Any, *args: Any, pipeline: Pipeline, topology: str | DeviceTopology, reduction: str = "auto",
     devices: Sequence[Any] | None = None, static_argnums: Sequence[int] = (), donate: bool = True,
     axes: Mapping[str, Mapping[str, str]] | None = None, storage: Mapping[str, str] | None = None, is_float64: bool = False,
-    **tracing: Any,
+    of_micro: MicroGraph | None = None, **tracing: Any,
 ) -> StreamStep:  # fmt: skip
     """The step of a given pipeline, of any schedule, on `devices` (all that JAX sees by default).
 
     Args:
       reduction: "mean" where the loss is a mean over the batch, "sum" where it is a sum; "auto": as the step tells.
       axes, storage: of operators, as in a plan, by the axis names of their stage's mesh; data parallelism by default.
+      of_micro: of the step with one of the pipeline's micro-batches, where it has been traced so.
       tracing: `unroll`, `axis_name` and `strip_constraints` of `trace`.
     Raises: SoapjaxError where pipeline, step, batch and devices do not go together.
     """
     topology = load_topology(topology) if isinstance(topology, str) else topology
-    num_microbatches = pipeline.num_microbatches
-    micro = micro_step(fn, *args, num_microbatches=num_microbatches, static_argnums=static_argnums, **tracing)
-    graph, binding = build_graph(micro.step)
+    if of_micro is None:
+        micro = micro_step(fn, *args, num_microbatches=pipeline.num_microbatches, static_argnums=static_argnums, **tracing)
+        of_micro = MicroGraph(micro, *build_graph(micro.step))
+    micro, graph, binding = of_micro
     plans = plans_of_stages(graph, pipeline, topology, axes, storage)
     places = places_of(micro, graph, binding, pipeline, plans, devices, is_float64=is_float64)
     return staged_step(micro, pipeline, places, reduction=reduction, donate=donate)
