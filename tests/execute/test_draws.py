@@ -14,6 +14,7 @@ from balanced import balanced_pipeline
 from soapjax.execute.compiled.pipeline_proof import verify_pipeline
 from soapjax.execute.compiled.proof import OpsCheck
 from soapjax.execute.parts.microbatches import micro_step
+from soapjax.execute.streams.stage_programs import MicroGraph
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.recompute import Recomputation
 from soapjax.graph.trace.tracing import trace
@@ -132,9 +133,10 @@ def pipeline_step(schedule, stages, num, chunks, forward, raw, **options):
     state, batch = arguments(raw)
     step = step_of(forward)
     micro = micro_step(step, state, batch, num_microbatches=num)
-    graph = build_graph(micro.step)[0]
+    graph, binding = build_graph(micro.step)
     pipeline = balanced_pipeline(graph, 2 * stages, schedule=schedule, num_microbatches=num, num_stages=stages, chunks=chunks)
-    run = pipelined(step, state, batch, pipeline=pipeline, topology="cpu8", donate=False, **options).streamed
+    options |= dict(topology="cpu8", donate=False, of_micro=MicroGraph(micro, graph, binding))
+    run = pipelined(step, state, batch, pipeline=pipeline, **options).streamed
     return run, state, batch
 
 

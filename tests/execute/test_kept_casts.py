@@ -111,6 +111,7 @@ def test_a_plan_file_says_so_and_is_proven():
     assert before.step_time_s > plan.prediction.step_time_s
     assert before.memory_bytes_per_device < plan.prediction.memory_bytes_per_device
 
+    @functools.cache  # one step is inspected and run: its programs are compiled once
     def made(is_float64):
         return step_of_plan(*step(), plan=plan, donate=False, is_float64=is_float64).streamed
 

@@ -1,6 +1,7 @@
 """A pipeline's plan says all that is needed to run it: no planner is asked, and every choice that is priced can be run."""
 
 import collections
+import functools
 import sys
 
 import jax
@@ -14,7 +15,8 @@ from models import mlp
 from soapjax.errors import SoapjaxError
 from soapjax.execute.compiled.pipeline_proof import verify_pipeline
 from soapjax.execute.compiled.stream_inspection import inspect_stream
-from soapjax.execute.streams.stage_programs import step_of_plan
+from soapjax.execute.parts.microbatches import micro_step
+from soapjax.execute.streams.stage_programs import MicroGraph, step_of_plan
 from soapjax.graph.microbatch import micro_batch
 from soapjax.graph.passes.build import build_graph
 from soapjax.planning.pipelining import staging
@@ -36,6 +38,13 @@ PLANNING = ("/soapjax/search/", "/soapjax/costs/", "/soapjax/simulate/")
 @pytest.fixture(scope="module")
 def step():
     return mlp.make(batch=24, width=24, layers=3, features=8, classes=4)
+
+
+@pytest.fixture(scope="module")
+def of_micro(step):
+    """The step with one micro-batch: whatever the plan, the same."""
+    micro = micro_step(*step, num_microbatches=NUM)
+    return MicroGraph(micro, *build_graph(micro.step))
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +76,7 @@ def random_plan(planned, step, sizes, rng):
 
 
 @pytest.mark.parametrize("sizes", [(4, 4), (6, 2), (1, 3, 4)])
-def test_every_choice_that_is_priced_is_run_and_proven(planned, step, sizes):
+def test_every_choice_that_is_priced_is_run_and_proven(planned, of_micro, step, sizes):
     """Stages of equal and of different meshes: as written to a file, predicted anew, and read again."""
     plan = random_plan(planned, step, sizes, np.random.default_rng(sum(sizes[:1])))
     plan = Plan.loads(recost(plan, soapjax.trace(*step)).dumps())
@@ -75,8 +84,9 @@ def test_every_choice_that_is_priced_is_run_and_proven(planned, step, sizes):
         {tuple(s.mesh.values()) for s in plan.pipeline.stages} if len(set(sizes)) > 1 else set()
     )
 
+    @functools.cache  # one step is inspected and run: its programs are compiled once
     def made(is_float64):
-        return step_of_plan(*step, plan=plan, donate=False, is_float64=is_float64).streamed
+        return step_of_plan(*step, plan=plan, donate=False, is_float64=is_float64, of_micro=of_micro).streamed
 
     run = made(False)
     ops = inspect_stream(run.dispatches(), run.argument_structs()).ops
@@ -88,7 +98,7 @@ STORED = [("kept", False), ("regathered", False), ("kept, gradients sharded", Fa
 
 
 @pytest.mark.parametrize("how, again", STORED)
-def test_what_is_kept_is_gathered_and_scattered_once_per_step(planned, step, how, again):
+def test_what_is_kept_is_gathered_and_scattered_once_per_step(planned, of_micro, step, how, again):
     """ZeRO-1: parameters are gathered, and gradients reduce-scattered, once per step. ZeRO-3: in every pass. ZeRO-2: both."""
     graph = micro_batch(build_graph(soapjax.trace(*step))[0], NUM)
     mesh = factor_mesh(part_of(load_topology("cpu8"), 0, 4))
@@ -105,8 +115,9 @@ def test_what_is_kept_is_gathered_and_scattered_once_per_step(planned, step, how
     pipeline = pipeline.model_copy(update={"stages": tuple(s.model_copy(update=update) for s in pipeline.stages)})
     plan = recost(planned.model_copy(update={"pipeline": pipeline, "operators": operators}), soapjax.trace(*step))
 
+    @functools.cache  # one step is inspected and run: its programs are compiled once
     def made(is_float64):
-        return step_of_plan(*step, plan=plan, donate=False, is_float64=is_float64).streamed
+        return step_of_plan(*step, plan=plan, donate=False, is_float64=is_float64, of_micro=of_micro).streamed
 
     run = made(False)
     found = inspect_stream(run.dispatches(), run.argument_structs())

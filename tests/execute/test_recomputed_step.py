@@ -1,5 +1,7 @@
 """Plans that recompute operators: proven on eight devices, each repeated product found as planned in the compiled program."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -52,6 +54,7 @@ def test_stages_that_recompute_are_proven(schedule, stages, num):
     arguments = mlp.make(batch=24, width=24, layers=5, features=8, classes=4)
     plan = pipeline_of(arguments, schedule, stages, num)
 
+    @functools.cache  # one step is inspected and run: its programs are compiled once
     def made(is_float64):
         return step_of_plan(*arguments, plan=plan, donate=False, is_float64=is_float64).streamed
 

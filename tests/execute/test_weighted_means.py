@@ -15,6 +15,7 @@ from soapjax.errors import SoapjaxError
 from soapjax.execute.compiled.pipeline_proof import verify_pipeline
 from soapjax.execute.compiled.proof import OpsCheck
 from soapjax.execute.parts.microbatches import micro_step
+from soapjax.execute.streams.stage_programs import MicroGraph
 from soapjax.graph.batch import growth
 from soapjax.graph.passes.build import build_graph
 from soapjax.planning.pipelining.given_pipeline import pipelined
@@ -112,9 +113,11 @@ def arguments():
 
 def pipeline_step(step, schedule, stages, num, chunks=1, **options):
     state, batch = arguments()
-    graph = build_graph(micro_step(step, state, batch, num_microbatches=num).step)[0]
+    micro = micro_step(step, state, batch, num_microbatches=num)
+    graph, binding = build_graph(micro.step)
     pipeline = balanced_pipeline(graph, 2 * stages, schedule=schedule, num_microbatches=num, num_stages=stages, chunks=chunks)
-    return pipelined(step, state, batch, pipeline=pipeline, topology="cpu8", donate=False, **options).streamed
+    options |= dict(topology="cpu8", donate=False, of_micro=MicroGraph(micro, graph, binding))
+    return pipelined(step, state, batch, pipeline=pipeline, **options).streamed
 
 
 def assert_right(step, schedule="1f1b", stages=2, num=4, chunks=1):

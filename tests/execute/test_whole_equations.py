@@ -1,5 +1,7 @@
 """What an update makes of the batch itself: of its size, and of what the network made of all samples, as without micro-batches."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -510,10 +512,11 @@ def test_a_target_network_of_scanned_layers_makes_a_result(layers, how):
 
 
 def proof_of(step, args):
-    plan = soapjax.plan_pipeline(step, *args, topology="cpu8", proposals=8, **PIPELINE)[0]
+    plan, planned = soapjax.plan_pipeline(step, *args, topology="cpu8", proposals=8, **PIPELINE)
 
+    @functools.cache  # one step is inspected and run: its programs are compiled once
     def made(is_float64):
-        return step_of_plan(step, *args, plan=plan, donate=False, is_float64=is_float64).streamed
+        return step_of_plan(step, *args, plan=plan, donate=False, is_float64=is_float64, of_micro=planned.of_micro).streamed
 
     run = made(False)
     ops = inspect_stream(run.dispatches(), run.argument_structs()).ops
