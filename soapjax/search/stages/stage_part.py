@@ -89,6 +89,10 @@ class Ownership:
         return np.where(schedule.kind == BARRIER, -1, found)
 
     @cached_property
+    def graph_tasks(self) -> list[int]:
+        return self.graph_task.tolist()
+
+    @cached_property
     def summed_parameter(self) -> np.ndarray:
         """The parameter whose gradient each scheduled task sums over devices, -1 of all others."""
         is_sum = self.schedule.kind == RESOLVE
@@ -186,22 +190,33 @@ class StagePart:
 
     def seconds(self, phase: int, tasks: set[int] | None = None) -> float:
         """Makespan of one phase's tasks, or of those of the graph's `tasks`, each stream in program order."""
-        needs, streams, durations = self.own.needs, self.own.streams(overlap=self.overlap), self.figures.seconds
-        free = [0.0] * self.own.schedule.occupies.shape[1]
-        end: dict[int, float] = {}
+        own, durations = self.own, self._durations
+        needs, streams, graph_tasks = own.needs, own.streams(overlap=self.overlap), own.graph_tasks
+        free = [0.0] * own.schedule.occupies.shape[1]
+        end = [0.0] * own.schedule.num_tasks
         last = 0.0
-        for t in np.flatnonzero(self.owned & (self.phase == phase)).tolist():
-            if tasks is not None and int(self.own.graph_task[t]) not in tasks:
+        for t in np.flatnonzero(self.owned & (self.phase == phase)).tolist():  # thousands of times in a search: no call per task
+            if tasks is not None and graph_tasks[t] not in tasks:
                 continue
-            ready = max((end.get(p, 0.0) for p in needs[t]), default=0.0)
-            took = float(durations[t])
+            ready, took = 0.0, durations[t]
+            for p in needs[t]:
+                if end[p] > ready:
+                    ready = end[p]
             if took > 0:
-                ready = max([ready, *(free[s] for s in streams[t])])
                 for s in streams[t]:
-                    free[s] = ready + took
-            end[t] = ready + took
-            last = max(last, end[t])
+                    if free[s] > ready:
+                        ready = free[s]
+                ready += took
+                for s in streams[t]:
+                    free[s] = ready
+            end[t] = ready
+            if ready > last:
+                last = ready
         return last
+
+    @cached_property
+    def _durations(self) -> list[float]:
+        return self.figures.seconds.tolist()
 
     @cached_property
     def weights(self) -> set[int]:
@@ -245,13 +260,15 @@ class StagePart:
         owns = self.mine[tables.parameter_op] if len(tables.parameter_op) else np.zeros(0, bool)
         gradients = [p.gradient for p, o in zip(graph.parameters, owns, strict=True) if o]
         copies, sums = self._of_others(owns)
-        inputs = {k for k in self.tasks if graph.tasks[k].phase == BACKWARD} - self.weights
+        backward_s = inputs_s = self.seconds(BACKWARD)
+        if self.weights:
+            inputs_s = self.seconds(BACKWARD, {k for k in self.tasks if graph.tasks[k].phase == BACKWARD} - self.weights)
         return StageLoad(
-            forward_s=self.seconds(FORWARD), backward_s=self.seconds(BACKWARD), update_s=self.seconds(UPDATE),
+            forward_s=self.seconds(FORWARD), backward_s=backward_s, update_s=self.seconds(UPDATE),
             parameter_bytes=float(figures.parameter_bytes[owns].sum()),
             state_bytes=float((figures.stored_bytes + figures.gathered_bytes)[owns].sum() + figures.shard_bytes[copies].sum()),
-            gradient_bytes=float(figures.shard_bytes[[*gradients, *sums]].sum()), inputs_s=self.seconds(BACKWARD, inputs),
-            weights_s=self.seconds(BACKWARD, self.weights), casts_s=float(figures.cast_s[owns].sum()),
+            gradient_bytes=float(figures.shard_bytes[[*gradients, *sums]].sum()), inputs_s=inputs_s,
+            weights_s=self.seconds(BACKWARD, self.weights) if self.weights else 0.0, casts_s=float(figures.cast_s[owns].sum()),
             casts_bytes=float(figures.cast_bytes[owns].sum()),
             kept_for_weights_bytes=sum(self._kept(self.weights).values()), **self._activations(),
         )  # fmt: skip
