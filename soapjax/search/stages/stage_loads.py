@@ -23,8 +23,9 @@ from soapjax.graph.lifespans import lifetimes
 from soapjax.graph.microbatch import micro_batch
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.phases import BACKWARD, PHASE_NAMES, UPDATE
+from soapjax.search.stages.ownership import Ownership
 from soapjax.search.stages.stage_figures import Fabric, Figures, Inside, level_between, part_of
-from soapjax.search.stages.stage_part import Ownership, StagePart
+from soapjax.search.stages.stage_part import StagePart
 from soapjax.simulate.pipeline_timeline import StageLoad, Transfer
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.plan import SentPart

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import TypedDict
@@ -10,147 +9,12 @@ from typing import TypedDict
 import numpy as np
 
 from soapjax.costs.layouts import waiting_spans
-from soapjax.costs.tables.problem_tables import CostTables
-from soapjax.graph.lifespans import Lifetimes, kept_between_passes, kept_for_result, makers
-from soapjax.graph.microbatch import data_sizes
+from soapjax.graph.lifespans import kept_between_passes, kept_for_result
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
+from soapjax.search.stages.ownership import Ownership
 from soapjax.search.stages.stage_figures import Figures
 from soapjax.simulate.pipeline_timeline import StageLoad
-from soapjax.simulate.schedule import BARRIER, COMPUTE, RESHARD, RESOLVE, SUM, Schedule
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Ownership:
-    """Of the tasks of a schedule and the tensors of its graph, which operators they belong to; the same for all strategies."""
-
-    tables: CostTables
-    schedule: Schedule
-    lives: Lifetimes
-
-    @cached_property
-    def maker(self) -> np.ndarray:
-        """The task [tensors] that writes each tensor, -1 where none does."""
-        return makers(self.tables.graph)
-
-    @cached_property
-    def operator(self) -> np.ndarray:
-        """The operator of each of the graph's tasks; of an update the one that owns the parameter."""
-        tables = self.tables
-        if not len(tables.parameter_op):
-            return tables.task_op
-        owner = tables.parameter_op[np.maximum(tables.task_parameter, 0)]
-        return np.where(tables.task_parameter >= 0, owner, tables.task_op)
-
-    @cached_property
-    def tasks_of(self) -> list[list[int]]:
-        """The graph's tasks of every operator."""
-        found: list[list[int]] = [[] for _ in self.tables.graph.operators]
-        for k, n in enumerate(self.operator.tolist()):
-            found[n].append(k)
-        return found
-
-    @cached_property
-    def tensors_of(self) -> list[list[int]]:
-        """What the tasks of every operator make."""
-        found: list[list[int]] = [[] for _ in self.tables.graph.operators]
-        for i, k in enumerate(self.maker.tolist()):
-            if k >= 0:
-                found[self.operator[k]].append(i)
-        return found
-
-    @cached_property
-    def parameter_of_gradient(self) -> np.ndarray:
-        """The parameter [tensors] whose gradient a tensor is, -1 of all others."""
-        found = np.full(len(self.tables.tensor_bytes), -1)
-        for p, parameter in enumerate(self.tables.graph.parameters):
-            found[parameter.gradient] = p
-        return found
-
-    @cached_property
-    def given(self) -> np.ndarray:
-        """bool [tensors]: inputs that are neither state nor data, as frozen weights: there all the time, once."""
-        graph = self.tables.graph
-        data, state = data_sizes(graph), {leaf for leaf, _ in graph.state_pairs}
-        return np.array([t.input_leaf >= 0 and t.input_leaf not in state and i not in data for i, t in enumerate(graph.tensors)])
-
-    @cached_property
-    def graph_task(self) -> np.ndarray:
-        """The graph's task that each scheduled task stands beside, -1 of a barrier."""
-        num_k, schedule = self.tables.num_tasks, self.schedule
-        by_kind = {
-            COMPUTE: np.arange(num_k), SUM: self.tables.sum_task, RESOLVE: self.maker,
-            RESHARD: np.minimum(self.tables.edge_task, num_k - 1),
-        }  # fmt: skip
-        found = np.full(schedule.num_tasks, -1)
-        for kind, tasks in by_kind.items():
-            where = schedule.kind == kind
-            if where.any():
-                found[where] = np.asarray(tasks)[schedule.source[where]]
-        return np.where(schedule.kind == BARRIER, -1, found)
-
-    @cached_property
-    def graph_tasks(self) -> list[int]:
-        return self.graph_task.tolist()
-
-    @cached_property
-    def summed_parameter(self) -> np.ndarray:
-        """The parameter whose gradient each scheduled task sums over devices, -1 of all others."""
-        is_sum = self.schedule.kind == RESOLVE
-        return np.where(is_sum, self.parameter_of_gradient[np.where(is_sum, self.schedule.source, 0)], -1)
-
-    @cached_property
-    def phase(self) -> np.ndarray:
-        phase = np.array([t.phase for t in self.tables.graph.tasks])
-        return np.where(self.graph_task >= 0, phase[np.maximum(self.graph_task, 0)], -1)
-
-    @cached_property
-    def needs(self) -> list[list[int]]:
-        return self.schedule.needs()
-
-    def streams(self, *, overlap: bool) -> list[list[int]]:
-        """What each scheduled task occupies; without overlap communication also the stream that computes."""
-        return self._overlapping if overlap else self._alone
-
-    @cached_property
-    def _overlapping(self) -> list[list[int]]:
-        return [np.flatnonzero(row).tolist() for row in self.schedule.occupies]
-
-    @cached_property
-    def _alone(self) -> list[list[int]]:
-        return [np.flatnonzero(row).tolist() for row in self.schedule.without_overlap().occupies]
-
-    @cached_property
-    def backward_readers(self) -> list[set[int]]:
-        """The operators [tensors] whose backward tasks read each tensor; none of what is added to a gradient on several stages."""
-        graph = self.tables.graph
-        found: list[set[int]] = [set() for _ in graph.tensors]
-        for k, task in enumerate(graph.tasks):
-            for access in task.reads if task.phase == BACKWARD else ():
-                found[access.tensor].add(int(self.operator[k]))
-        for s in graph.accumulations:
-            for i in (*s.summands, *s.running, s.total):
-                found[i] = set()
-        return found
-
-    @cached_property
-    def copied_first(self) -> list[list[tuple[int, int]]]:
-        """Of the backward tasks of every operator those that read a forward tensor of which a program makes a copy before all else,
-        and the tensor."""
-        graph = self.tables.graph
-        found: list[list[tuple[int, int]]] = [[] for _ in graph.operators]
-        for k, tensor in self.tables.compiler.copied_first(graph):
-            if graph.tasks[k].phase == BACKWARD and self.maker[tensor] >= 0:
-                found[self.operator[k]].append((k, tensor))
-        return found
-
-    @cached_property
-    def edges_of(self) -> list[list[int]]:
-        """The reshards before the tasks of every operator, but those of the update."""
-        found: list[list[int]] = [[] for _ in self.tables.graph.operators]
-        for e, k in enumerate(self.tables.edge_task.tolist()):
-            if k < self.tables.num_tasks and self.tables.graph.tasks[k].phase != UPDATE:
-                found[self.operator[k]].append(e)
-        return found
+from soapjax.simulate.schedule import RESHARD
 
 
 class _Activations(TypedDict):
@@ -223,10 +87,8 @@ class StagePart:
         """The backward tasks that no earlier stage waits for: gradients of weights; none where no stage is earlier."""
         graph, own = self.graph, self.own
         backward = [k for k in self.tasks if graph.tasks[k].phase == BACKWARD]
-        leaving = {
-            a.tensor for k in backward for a in graph.tasks[k].writes
-            if any(not self.mine[n] for n in own.backward_readers[a.tensor])
-        }  # fmt: skip
+        mine = set(np.flatnonzero(self.mine).tolist())
+        leaving = {a.tensor for k in backward for a in graph.tasks[k].writes if not own.backward_readers[a.tensor] <= mine}
         if not leaving:
             return set()
         needed = set()
@@ -297,27 +159,26 @@ class StagePart:
             if graph.tasks[k].parameter < 0:
                 for access in graph.tasks[k].reads:
                     reads.setdefault(access.tensor, []).append(k)
-        made = {i for n in np.flatnonzero(self.mine) for i in own.tensors_of[n]}
-        parameters = {p.tensor for p in graph.parameters}
-        state = {leaf for leaf, _ in graph.state_pairs}
+        made = {i for n in np.flatnonzero(self.mine).tolist() for i in own.tensors_of[n]}
+        numbers, is_between = own.numbers, self.between
         kept_bytes = self._kept(self.tasks)
         kept = arrives = batch = 0.0
         steps, between = np.zeros(tables.num_tasks + 2), np.zeros(tables.num_tasks + 2)
         for tensor in sorted({*reads, *made}):
-            size, k, mine = figures.shard_bytes[tensor], int(own.maker[tensor]), reads.get(tensor, [])
-            made_here = tensor in made
-            if tensor in parameters or own.parameter_of_gradient[tensor] >= 0 or (k >= 0 and graph.tasks[k].phase == UPDATE):
+            if numbers.is_state[tensor]:
                 continue
-            if not made_here and tables.tensor_death[tensor] < 0:
+            size, k, mine = figures.shard_bytes[tensor], numbers.maker[tensor], reads.get(tensor, [])
+            made_here = tensor in made
+            if not made_here and numbers.death[tensor] < 0:
                 continue
             if k < 0:
-                batch += size if graph.tensors[tensor].input_leaf not in state and not own.given[tensor] else 0.0
+                batch += size if graph.tensors[tensor].input_leaf not in numbers.state and not own.given[tensor] else 0.0
                 steps[0] += tables.working.more[tensor] * size
                 steps[max(mine) + 1] -= tables.working.more[tensor] * size
                 continue
-            if made_here and not self.lives.is_stored[tensor]:
+            if made_here and not numbers.is_stored[tensor]:
                 continue
-            if graph.tasks[k].phase == FORWARD and not made_here and any(graph.tasks[r].phase != UPDATE for r in mine):
+            if numbers.phase[tensor] == FORWARD and not made_here and any(graph.tasks[r].phase != UPDATE for r in mine):
                 arrives += size
             kept += kept_bytes.get(tensor, 0.0)
             if tensor in kept_bytes and self.has_passes:
@@ -325,8 +186,8 @@ class StagePart:
             birth = k if made_here else min(mine)
             size *= self.lives.scale[tensor] * (1 + tables.working.more[tensor])
             # What XLA fuses into its readers keeps its own operands alive until these run.
-            death = max([birth, *mine, int(tables.tensor_death[tensor])])
-            for those in (steps, between) if tensor in self.between else (steps,):
+            death = max([birth, *mine, numbers.death[tensor]])
+            for those in (steps, between) if tensor in is_between else (steps,):
                 those[birth] += size
                 those[death + 1] -= size
         steps += self._copies(kept_bytes)
@@ -345,11 +206,12 @@ class StagePart:
         """Bytes [tasks + 2] by which resharded copies, and what a program copies before all else, are more than a task before."""
         tables, figures, own = self.tables, self.figures, self.own
         first = min((k for k in self.tasks if self.graph.tasks[k].phase == BACKWARD), default=0)
-        steps = np.zeros(tables.num_tasks + 2)
-        for n in np.flatnonzero(self.mine):
+        steps, is_copied = np.zeros(tables.num_tasks + 2), (figures.copy_bytes != 0).tolist()
+        for n in np.flatnonzero(self.mine).tolist():
             for e in own.edges_of[n]:
-                steps[figures.copy_since[e]] += figures.copy_bytes[e]
-                steps[tables.edge_task[e] + 1] -= figures.copy_bytes[e]
+                if is_copied[e]:
+                    steps[figures.copy_since[e]] += figures.copy_bytes[e]
+                    steps[tables.edge_task[e] + 1] -= figures.copy_bytes[e]
             for k, tensor in own.copied_first[n] if self.has_passes else ():
                 steps[first] += kept_bytes.get(tensor, 0.0)
                 steps[k + 1] -= kept_bytes.get(tensor, 0.0)
@@ -359,6 +221,7 @@ class StagePart:
         """Bytes [tasks + 2] of gradients that wait to be summed in one collective of their pass."""
         own, tables, figures = self.own, self.tables, self.figures
         merging = np.zeros((tables.num_tasks + 2, 2))
+        made = [i for i in made if own.numbers.is_state[i]]
         gradients = [i for i in made if (p := own.parameter_of_gradient[i]) >= 0 and not self.sums_late[p]]
         merged_at = int(max((own.maker[i] for i in gradients), default=-1)) + 1
         for i in gradients:
