@@ -113,8 +113,12 @@ class Fabric:
         self.space = search_space(graph, mesh, storages=stage_storages(mesh, adds_up=has_sums))
         self.tables = cost_tables(graph, self.space, topology, profile)
         self.schedule = schedule_of(self.tables)
-        self.evaluator = Evaluator(self.tables)
         self._figures: dict[bytes, Figures] = {}
+
+    @functools.cached_property
+    def evaluator(self) -> Evaluator:
+        """Of many meshes only the names of what may be done inside are asked."""
+        return Evaluator(self.tables)
 
     @functools.cached_property
     def choices(self) -> list[Inside]:
