@@ -126,6 +126,7 @@ def real_make(name):
     return module.make(**sizes)
 
 
+@functools.cache
 def abstract_make(module, **sizes):
     """``make`` with every array abstract, and the step that came out of the abstract call."""
     steps = []

@@ -202,7 +202,7 @@ def test_time_stops_the_same_sequence(step_problem, monkeypatch):
     monkeypatch.setattr("soapjax.search.chain.descents.OF_SECONDS", (math.inf, math.inf))
     Engine(step_problem).prepare()
     key = jax.random.key(2)
-    timed = mcmc(key, step_problem, Budget(seconds=4.0, random_start=True))
+    timed = mcmc(key, step_problem, Budget(seconds=2.0, random_start=True))
     assert timed.stopped_by in ("seconds", "converged") and not timed.notes
     replayed = mcmc(key, step_problem, Budget(num_proposals=timed.num_proposals, random_start=True))
     assert timed.best.strategy.key() == replayed.best.strategy.key()
