@@ -41,6 +41,11 @@ def step():
 
 
 @pytest.fixture(scope="module")
+def traced(step):
+    return soapjax.trace(*step)
+
+
+@pytest.fixture(scope="module")
 def of_micro(step):
     """The step with one micro-batch: whatever the plan, the same."""
     micro = micro_step(*step, num_microbatches=NUM)
@@ -52,10 +57,10 @@ def planned(step):
     return soapjax.plan_pipeline(*step, pipeline="1f1b", topology="cpu8", stages=2, microbatches=NUM, proposals=10)[0]
 
 
-def random_plan(planned, step, sizes, rng):
+def random_plan(planned, traced, sizes, rng):
     """Stages on `sizes` devices; every operator and storage drawn from the space of its stage's mesh."""
     topology = load_topology("cpu8")
-    graph = micro_batch(build_graph(soapjax.trace(*step))[0], NUM)
+    graph = micro_batch(build_graph(traced)[0], NUM)
     pipeline = balanced_pipeline(graph, 8, num_microbatches=NUM, num_stages=len(sizes))
     first, stages, operators = 0, [], dict(planned.operators)
     for stage, size in zip(pipeline.stages, sizes, strict=True):
@@ -76,10 +81,10 @@ def random_plan(planned, step, sizes, rng):
 
 
 @pytest.mark.parametrize("sizes", [(4, 4), (6, 2), (1, 3, 4)])
-def test_every_choice_that_is_priced_is_run_and_proven(planned, of_micro, step, sizes):
+def test_every_choice_that_is_priced_is_run_and_proven(planned, traced, of_micro, step, sizes):
     """Stages of equal and of different meshes: as written to a file, predicted anew, and read again."""
-    plan = random_plan(planned, step, sizes, np.random.default_rng(sum(sizes[:1])))
-    plan = Plan.loads(recost(plan, soapjax.trace(*step)).dumps())
+    plan = random_plan(planned, traced, sizes, np.random.default_rng(sum(sizes[:1])))
+    plan = Plan.loads(recost(plan, traced).dumps())
     assert {p.mesh.axis_sizes for p in plan.elsewhere} == (
         {tuple(s.mesh.values()) for s in plan.pipeline.stages} if len(set(sizes)) > 1 else set()
     )
@@ -98,9 +103,9 @@ STORED = [("kept", False), ("regathered", False), ("kept, gradients sharded", Fa
 
 
 @pytest.mark.parametrize("how, again", STORED)
-def test_what_is_kept_is_gathered_and_scattered_once_per_step(planned, of_micro, step, how, again):
+def test_what_is_kept_is_gathered_and_scattered_once_per_step(planned, traced, of_micro, step, how, again):
     """ZeRO-1: parameters are gathered, and gradients reduce-scattered, once per step. ZeRO-3: in every pass. ZeRO-2: both."""
-    graph = micro_batch(build_graph(soapjax.trace(*step))[0], NUM)
+    graph = micro_batch(build_graph(traced)[0], NUM)
     mesh = factor_mesh(part_of(load_topology("cpu8"), 0, 4))
     space = search_space(graph, mesh)
     strategy = data_parallel_strategy(PlanningProblem(graph, space, None))[0]
@@ -113,7 +118,7 @@ def test_what_is_kept_is_gathered_and_scattered_once_per_step(planned, of_micro,
     named = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     update = {"mesh": named, "rematerialise": again}
     pipeline = pipeline.model_copy(update={"stages": tuple(s.model_copy(update=update) for s in pipeline.stages)})
-    plan = recost(planned.model_copy(update={"pipeline": pipeline, "operators": operators}), soapjax.trace(*step))
+    plan = recost(planned.model_copy(update={"pipeline": pipeline, "operators": operators}), traced)
 
     @functools.cache  # one step is inspected and run: its programs are compiled once
     def made(is_float64):
@@ -172,13 +177,13 @@ def test_micro_batches_of_one_sample_are_laid_out_anew():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, wanted)
 
 
-def test_specs_that_are_not_there_are_named(planned, step):
+def test_specs_that_are_not_there_are_named(planned, traced, step):
     """As in plans of older versions, which say of a pipeline how operators are split, and not how tensors lie."""
     name = next(iter(planned.operators))
     older = planned.operators | {name: planned.operators[name].model_copy(update={"tasks": ()})}
     with pytest.raises(SoapjaxError, match=rf"operators.{name}.tasks: got specs of 0 tasks.*expected.*load_plan"):
         step_of_plan(*step, plan=planned.model_copy(update={"operators": older}))
-    again = recost(planned.model_copy(update={"operators": older}), soapjax.trace(*step))
+    again = recost(planned.model_copy(update={"operators": older}), traced)
     assert again.plan_sha256 == planned.plan_sha256
 
 
