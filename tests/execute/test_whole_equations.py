@@ -262,6 +262,22 @@ def test_running_statistics_that_passes_read_are_the_whole_batchs(name, how, cap
     assert not caplog.records
 
 
+@pytest.mark.parametrize("how", **HOWS)
+def test_a_layer_that_running_statistics_rescale_is_that_of_the_whole_batch(how, caplog):
+    """PopArt (van Hasselt et al. 2016): targets are normalised, and the last layer follows the new deviation."""
+
+    def step(s, x, y):
+        mean, square = 0.9 * s["mean"] + 0.1 * y.mean(), 0.9 * s["square"] + 0.1 * (y**2).mean()
+        scale, old = jnp.sqrt(square - mean**2), jnp.sqrt(s["square"] - s["mean"] ** 2)
+        p = {**s["p"], "b": s["p"]["b"] * old / scale}
+        grads = jax.grad(lambda p: ((net(p, x) - (y - mean) / scale) ** 2).mean())(p)
+        return {"p": jax.tree.map(lambda p, g: p - 0.1 * g, p, grads), "mean": mean, "square": square}, scale
+
+    s, x, y = arguments(np.int32(0))
+    assert_as_plain(step, ({"p": s["p"], "mean": jnp.zeros(()), "square": jnp.ones(())}, x, y), **how)
+    assert not caplog.records
+
+
 def test_a_running_sum_within_a_loop_that_passes_read_is_named(caplog):
     """It adds a micro-batch's share there: no more than a warning, but one that says which state it is."""
 

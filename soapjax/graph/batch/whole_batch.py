@@ -53,7 +53,8 @@ def running_statistics_read(
     program: Program, batch: Collection[int], state: Collection[int], has_samples: Callable[[Atom], bool],
     is_sized: Callable[[FlatEqn], bool],
 ) -> tuple[dict[Read, int], set[str]]:  # fmt: skip
-    """Where what samples have meets numbers that are made of statistics of the inputs `batch` and of `state`, and which they are.
+    """Where what samples have, or what they read, meets numbers that are made of statistics of the inputs `batch` and of `state`,
+    and which these are.
 
     Also the equations (keys) that make numbers of state, of these too, where there are any.
 
@@ -61,7 +62,7 @@ def running_statistics_read(
       is_sized: whether an equation has the batch's size in it.
     """
     alone, of_batch, of_state = {*batch, *state}, set(batch), set(state)  # made of batch, state and constants alone
-    found, makers = dict[Read, int](), set[str]()
+    found, makers, read = dict[Read, int](), set[str](), _read_by(program, has_samples)
     for eqn in program.eqns:
         values = [a for a in eqn.read if a not in program.consts]
         reads_state, has = not of_state.isdisjoint(values), any(map(has_samples, (*values, *eqn.outputs)))
@@ -73,10 +74,19 @@ def running_statistics_read(
                 makers.add(eqn.key)
             if not of_batch.isdisjoint(values) or (reads_state and is_sized(eqn)):
                 of_batch.update(eqn.outputs)
-        elif has:
+        elif has or not read.isdisjoint(eqn.outputs):
             mine = ((j, a) for j, a in enumerate(eqn.inputs) if isinstance(a, int))
             found.update({(eqn.key, j): a for j, a in mine if a in of_state and a in of_batch})
     return found, makers if found else set()
+
+
+def _read_by(program: Program, has_samples: Callable[[Atom], bool]) -> set[int]:
+    """Values from which a program goes on to such as have samples: a layer that is rescaled, say."""
+    found: set[int] = set()
+    for eqn in reversed(program.eqns):
+        if any(o in found or has_samples(o) for o in eqn.outputs):
+            found.update(eqn.read)
+    return found
 
 
 def statistics_read(
