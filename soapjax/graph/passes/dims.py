@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from typing import NamedTuple
 
 from soapjax.graph.operators import NOT_SPLIT, Dim
-from soapjax.graph.passes.phases import FORWARD, Phases, is_recompute, module_path
+from soapjax.graph.passes.phases import FORWARD, UPDATE, Phases, is_recompute, module_path
 from soapjax.graph.passes.units import LAYOUT_ONLY, Unit
 from soapjax.graph.rules import control_rules
 from soapjax.graph.rules.light_rules import BLOCKED, Labels, labels_of
@@ -148,6 +148,8 @@ class DimClasses:
         for unit in units[1:]:
             if unit.eqns[0].outputs and unit.eqns[0].outputs[0] in self.program.repeats:
                 continue  # its dims are those of what it repeats
+            if unit.phase == UPDATE:
+                continue  # no cotangents: a loss that is evaluated with the new parameters, say
             if is_recompute(unit.heavy or unit.eqns[0]) and first.phase == FORWARD:
                 self._tie_recomputed(first, unit)
             elif unit.heavy is not None and first.heavy is not None and len(first.heavy.inputs) >= 2:
