@@ -108,7 +108,7 @@ def _check_growth(found: Sequence[tuple[str, Scaling]], *, is_asked_for: bool) -
     if mixed := [path for path, s in found if s.is_mixed]:
         value = f"the gradient of {named(mixed)} adds up what grows with the batch and what does not"
         expected = "a loss that is all a mean over the batch, or all a sum: a sum beside a penalty of the weights, say, is neither"
-        remedy = "take the mean, or divide the sum by the batch's own size (x.shape[0]); or use one micro-batch"
+        remedy = "make the errors a mean over the batch, with no size of the batch in the penalty; or use one micro-batch"
         raise SoapjaxError(Problem(_PLACE, value, expected, remedy))
     if unknown := [path for path, s in found if s.power is None and not s.is_zero]:
         if not is_asked_for:
