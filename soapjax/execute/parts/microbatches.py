@@ -123,13 +123,7 @@ def micro_step(
             raise SoapjaxError(_of_part(full, leaves, samples, e.problems)) from e
 
     small, leaves = _smallest(lambda of: with_samples(size // num_microbatches, of), full, leaves)
-    graph, binding = build_graph(full)
-    grows = growth_of(
-        small, full, leaves, num_microbatches, with_samples=with_samples, state_leaves=_untrained_state(full, binding),
-        updates={e.key for e in full.program.eqns if phase_of(e, graph, binding) == UPDATE},
-    )  # fmt: skip
-    if not grows.is_known:
-        _require_no_places(full, binding, leaves, with_samples)
+    grows = _growth(small, full, leaves, num_microbatches, with_samples)
     draws = draws_alike(small.program, {small.program.inputs[k] for k in leaves})
     program, whole = grows.with_whole(small.program, num_microbatches)
     once = equations_of_whole(small.program, full.program, num_microbatches)
@@ -140,6 +134,20 @@ def micro_step(
         after_all=grows.after_means(small.program.outputs) | making,
         running=frozenset(a for e in program.eqns if e.key in making for a in e.read),
     )  # fmt: skip
+
+
+def _growth(
+    small: TracedStep, full: TracedStep, leaves: Sequence[int], num: int, with_samples: Callable[[int], TracedStep]
+) -> Growth:  # fmt: skip
+    """Raises: SoapjaxError where it is not known since the step takes samples by their place."""
+    graph, binding = build_graph(full)
+    found = growth_of(
+        small, full, leaves, num, with_samples=with_samples, state_leaves=_untrained_state(full, binding),
+        updates={e.key for e in full.program.eqns if phase_of(e, graph, binding) == UPDATE},
+    )  # fmt: skip
+    if not found.is_known:
+        _require_no_places(full, binding, leaves, with_samples)
+    return found
 
 
 def _smallest(
