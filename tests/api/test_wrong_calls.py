@@ -182,8 +182,8 @@ REFUSED = {
     "no state": (lambda f: f(None, X), ["step", "NoneType", "jax.jit can trace", "correct the step"]),
     "another key": (lambda f: f({"v": new()["w"]}, X), ["step", "KeyError", "jax.jit can trace", "correct the step"]),
     "another width": (lambda f: f(new(), X[:, :5]), ["step", "TypeError", "jax.jit can trace", "correct the step"]),
-    "too many arguments": (lambda f: f(new(), X, X), ["step", "3 were given", "expected", "correct"]),
-    "too few arguments": (lambda f: f(new()), ["step", "missing", "expected", "correct"]),
+    "too many arguments": (lambda f: f(new(), X, X), ["step", "3 were given", "arguments that the step takes", "pass these"]),
+    "too few arguments": (lambda f: f(new()), ["step", "missing", "arguments that the step takes", "pass these"]),
     "an unknown keyword": (lambda f: f(new(), X, rate=1), ["step: arguments", "'rate'", "step(state, x)", "correct the call"]),
     "an argument twice": (lambda f: f(new(), X, x=X), ["step: arguments", "'x'", "step(state, x)", "correct the call"]),
     "pmap": (
