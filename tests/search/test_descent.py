@@ -129,6 +129,33 @@ def test_the_same_seed_is_the_same_descent():
     assert first.best.strategy.key() == second.best.strategy.key(), "a descent is its seed's"
 
 
+def test_all_that_is_judged_is_in_the_space():
+    """Also what several moves make together: each splits a width of 4 two ways, all of them eight ways."""
+
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+
+    shapes = (jax.ShapeDtypeStruct(s, "float32") for s in ((6, 4), (4, 6)))
+    problem = planning_problem(soapjax.trace(step, *shapes), load_topology("cpu8"))
+    judged = []
+
+    class Judging:
+        usable_memory_bytes = 1e9
+
+        def evaluate(self, strategies):  # the more axes split the width, the better
+            judged.extend(strategies)
+            costs = [10.0 - (s.axes[0] == 1).sum() for s in strategies]
+            return [Evaluation(s, c, 0.5, True, c) for s, c in zip(strategies, costs, strict=True)]
+
+    whole = Strategy(np.full((problem.graph.num_operators, 3), -1, np.int8), np.zeros(problem.graph.num_operators, np.int8))
+    for seed in range(3):
+        descent = Descent(Judging(), Judging().evaluate([whole])[0], np.random.default_rng(seed), Assignments(problem.space))
+        while not descent.is_over:
+            descent.round()
+        assert descent.best.cost == 8.0
+    assert all(map(problem.space.is_valid, judged))
+
+
 class _Ridge:
     """Of one operator: on some of the axes of the last level its dim 0 is slower, on all of them twice as fast."""
 
@@ -243,6 +270,9 @@ class _Tight:
 
     def swept(self, rng):
         return rng.permutation(self.num_single), np.zeros(0, int)
+
+    def divided(self, before, strategies):
+        return strategies
 
     def single(self, strategy, which):
         moved = [Strategy(strategy.axes.copy(), strategy.storage) for _ in which]

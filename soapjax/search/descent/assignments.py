@@ -250,6 +250,13 @@ class Assignments:
                 axes[at], storage[at] = move(rng, axes[at], storage[at])
         return self._divided(before, axes, storage)
 
+    def divided(self, before: Strategy, strategies: list[Strategy]) -> list[Strategy]:
+        """Strategies that several moves from `before` make together; operators whose degrees do not divide are as they were."""
+        if not strategies:
+            return []
+        axes, storage = (np.stack([getattr(s, name) for s in strategies]) for name in ("axes", "storage"))
+        return self._divided(np.broadcast_to(before.axes, axes.shape), axes, storage)
+
     def _divided(self, before: np.ndarray, axes: np.ndarray, storage: np.ndarray) -> list[Strategy]:
         """The strategies [B, N, A] and [B, N]; operators whose degrees do not divide are as they were `before`."""
         lane, n = np.nonzero((axes != before).any(axis=2))

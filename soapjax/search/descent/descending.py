@@ -79,7 +79,7 @@ class Descent:
         self.judged += len(drawn)
         self.leaner.offer(found)
         better = [e.strategy for e in found if e.cost < self.best.cost][:_MOST_MERGED]
-        self.merged = overlaid(self.best.strategy, better)
+        self.merged = self.moves.divided(self.best.strategy, overlaid(self.best.strategy, better))
         self.failed = 0 if better else self.failed + 1
         if self.failed >= (SWEPT_ROUNDS if self.is_sweeping else DRAWN_ROUNDS):
             self.is_sweeping, self.failed = not self.is_sweeping, 0
