@@ -368,3 +368,59 @@ def test_a_constant_as_long_as_the_batch_is_refused_with_one_sample_too(num):
 
     with pytest.raises(SoapjaxError, match=r"traced with 2 of 8 samples .*incompatible shapes.*x.shape\[0\]"):
         soap_shard(step, microbatches=num, donate=False)(jnp.eye(6, 4), jnp.ones((8, 6)))
+
+
+def in_chunks(term, carry=0.0):
+    """`term(weights, rows, labels)` of eight tokens at a time, added up."""
+
+    def added(p, x):
+        rows, labels = jnp.tanh(p["e"][x[:, :-1]]).reshape(-1, 8, WIDTH), x[:, 1:].reshape(-1, 8)
+        body = jax.checkpoint(lambda c, chunk: (jax.tree.map(jnp.add, c, term(p, *chunk)), None))
+        return jax.lax.scan(body, carry, (rows, labels))[0]
+
+    return added
+
+
+def cross_entropy(p, rows, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(rows @ p["o"], labels)
+
+
+CHUNKED = {
+    "over a constant": lambda p, x: in_chunks(lambda *a: cross_entropy(*a).sum())(p, x) / x[:, 1:].size,
+    "a mean of means": lambda p, x: in_chunks(lambda *a: cross_entropy(*a).mean())(p, x) / (x[:, 1:].size // 8),
+    "centred in chunks": lambda p, x: in_chunks(lambda p, h, y: cross_entropy(p, h - h.mean(0), y).sum())(p, x) / x[:, 1:].size,
+    "a sum": in_chunks(lambda *a: cross_entropy(*a).sum()),
+}
+
+
+@pytest.mark.parametrize("num", (2, 4))
+@pytest.mark.parametrize("name", CHUNKED)
+def test_a_loss_added_up_in_chunks_is_the_whole_batchs(name, num, caplog):
+    rng = np.random.default_rng(0)
+    weights = {"e": rng.normal(size=(VOCAB, WIDTH)).astype(np.float32), "o": rng.normal(size=(WIDTH, VOCAB)).astype(np.float32)}
+    x = rng.integers(VOCAB, size=(BATCH, 17))
+
+    def step(p, x):
+        loss, gradients = jax.value_and_grad(CHUNKED[name])(p, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, p, gradients), loss
+
+    wanted, found = step(weights, x), soap_shard(step, donate=False, proposals=64, microbatches=num)(weights, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found, wanted)
+    assert not [m for m in caplog.messages if "batch" in m]
+
+
+@pytest.mark.parametrize("body", (
+    lambda c, loss: jnp.maximum(c, loss.max()), lambda c, loss: 0.9 * c + loss.mean(), lambda c, loss: c * 0.5 + loss.sum(),
+), ids=("largest", "moving average", "discounted"))  # fmt: skip
+def test_a_loop_that_hands_on_more_than_sums_is_refused(body):
+    """Of micro-batches it would begin anew with each: another loss, and other gradients."""
+
+    def step(w, x):
+        def loss(w):
+            chunks = (x @ w).reshape(-1, 4, 4)
+            return jax.lax.scan(lambda c, rows: (body(c, jnp.tanh(rows)), None), 0.0, chunks)[0]
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    with pytest.raises(SoapjaxError, match="hands on more than sums from one chunk"):
+        soap_shard(step, microbatches=2)(jnp.eye(6, 4), jnp.ones((16, 6)))

@@ -137,6 +137,10 @@ def _check_samples(micro: MicroStep, gradients: Sequence[int]) -> None:
         value = f"samples are read, or added to, by numbers that come with the batch, or are the same for any batch ({at})"
         expected = "a loss of every sample by itself: the numbers count those of the whole batch"
         raise SoapjaxError(Problem(_PLACE, value, expected, "use one micro-batch, or plan without a pipeline"))
+    if (chain := mixing.chain()) is not None:
+        value = f"a loop over the batch hands on more than sums from one chunk of it to the next ({chain.source or chain.name})"
+        expected = "a loop that adds up what it makes of every chunk: one of micro-batches begins anew with each"
+        raise SoapjaxError(Problem(_PLACE, value, expected, "use one micro-batch, or plan without a pipeline"))
     if (statistic := mixing.statistic()) is not None:
         warn_once(_STATISTIC, f"{statistic.source or statistic.name} ({list(mixing.shape(statistic))})")
     if (moved := mixing.order()) is not None:

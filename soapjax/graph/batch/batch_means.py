@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from soapjax.graph.batch.batch_scaling import Scaling
+from soapjax.graph.batch.chunks import has_more_trips
 from soapjax.graph.rules.light_rules import LIGHT
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
 
@@ -61,6 +62,8 @@ class _Steps:
             if not mine:
                 continue
             self.of_batch.update(eqn.outputs)
+            if eqn.body is not None:
+                self.linear.update(self._sums_over_chunks(eqn, other))
             if eqn.body is not None or any(map(self._has_samples, eqn.outputs)):
                 continue
             if self.known.issuperset(mine) and self._is_alike(eqn, other):
@@ -69,6 +72,13 @@ class _Steps:
             if self._is_linear(eqn, mine):
                 self.linear.update(eqn.outputs)
                 self.known.update(o for o in eqn.outputs if self._is_fixed(o))
+
+    def _sums_over_chunks(self, eqn: FlatEqn, other: FlatEqn) -> list[int]:
+        """What a loop with more trips for a larger batch adds up: of others that it carries nobody knows how they grow."""
+        if not has_more_trips(eqn, other):
+            return []
+        carried = eqn.outputs[: eqn.params["num_carry"]]
+        return [o for o in carried if self.scaling[o].power is not None and not self._has_samples(o)]
 
     def _has_samples(self, value: int) -> bool:
         return self.small.avals[value].shape != self.large.avals[value].shape

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from soapjax.graph.batch.chunks import added_up, chunked, has_more_trips
 from soapjax.graph.trace.program import Atom, FlatEqn, Program, flatten
 
 
@@ -139,6 +140,7 @@ class _Scaler:
         self.found.update({v: Scaling(power) for v, power in known.items()})
         self.own = {*known, *batch} if known else set()  # what every sample has of the batch alone, and what all have of it
         self.found.update({k: ZERO if _is_zero(v) else Scaling() for k, v in small.consts.items()})
+        self.chunked = chunked(small, large)
         self.data = {i for i in small.inputs if self.sample_dims(i)}
         self.smooth = set(self.data)  # of the data's values, not only of how they compare
         self.to_samples = self.read_by_samples()
@@ -181,7 +183,8 @@ class _Scaler:
         return found
 
     def sample_dims(self, atom: Atom) -> tuple[int, ...]:
-        return sample_dims(self.small, self.large, atom)
+        """Dims of samples; one that no operand has where a whole chunk is as one (chunks.py)."""
+        return (-1,) if isinstance(atom, int) and atom in self.chunked else sample_dims(self.small, self.large, atom)
 
     def read(self, atom: Atom, other: Atom) -> Scaling:
         if isinstance(atom, int):
@@ -193,11 +196,13 @@ class _Scaler:
             a, b = a.real, b.real
         if a.size != 1 or b.size != 1 or a.dtype.kind not in "fiu" or np.array_equal(a, b, equal_nan=a.dtype.kind == "f"):
             return Scaling()
-        ratio = float(b) / float(a) if float(a) else 0.0
-        if not 0 < ratio < math.inf:
-            return UNKNOWN
-        power = math.log(ratio, self.factor)
-        return Scaling(round(2 * power) / 2) if abs(2 * power - round(2 * power)) < 1e-6 else UNKNOWN
+        return Scaling(self.power_between(float(a), float(b)))
+
+    def power_between(self, small: float, large: float) -> float | None:
+        """By which power of the batch a number grows, in halves; None where by none."""
+        ratio = large / small if small else 0.0
+        power = math.log(ratio, self.factor) if 0 < ratio < math.inf else math.inf
+        return round(2 * power) / 2 if power < math.inf and abs(2 * power - round(2 * power)) < 1e-6 else None
 
     def equation(self, eqn: FlatEqn, other: FlatEqn) -> Scaling:
         inputs = [self.read(a, b) for a, b in zip(eqn.inputs, other.inputs, strict=True)]
@@ -352,6 +357,17 @@ class _Scaler:
         found = [inner.read(a, b) for a, b in zip(small.outputs, large.outputs, strict=True)]
         return found, [isinstance(a, int) and a in inner.own for a in small.outputs]
 
+    def after_trips(self, carried: int, after: Atom, begun: Scaling, trips: float | None) -> Scaling:
+        """What a loop over chunks carries in the end: what every trip adds grows with their number, nobody knows how others do."""
+        terms = added_up(carried, after, self.made_by.get)
+        powers = {s.power for s in map(self.read, terms or (), terms or ()) if not s.is_zero}
+        if terms is None or None in (*powers, trips) or len(powers) > 1:
+            return UNKNOWN
+        if not powers:
+            return begun
+        power = powers.pop() + trips
+        return Scaling(power) if begun.is_zero or begun.power == power else UNKNOWN
+
     def loop(self, eqn: FlatEqn, other: FlatEqn) -> None:
         body, p = eqn.body, eqn.params
         num_consts, num_carry = p["num_consts"], p["num_carry"]
@@ -375,6 +391,10 @@ class _Scaler:
             if before == ([self.found[i] for i in carried], len(self.data)):
                 break
         finals = [self.found[i] for i in carried]
+        if has_more_trips(eqn, other):
+            trips = self.power_between(p["length"], other.params["length"])
+            begun = values[num_consts:]
+            finals = [self.after_trips(*at, trips) for at in zip(carried, body.outputs, begun, strict=False)]
         self.found.update(zip(eqn.outputs, [*finals, *results[num_carry:]], strict=True))
         for some in (self.data, self.smooth):
             if any(isinstance(a, int) and a in some for a in body.outputs):

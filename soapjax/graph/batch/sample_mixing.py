@@ -26,9 +26,11 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 
+import jax
 import numpy as np
 
 from soapjax.graph.batch.batch_scaling import are_alike, branches_of, is_backward
+from soapjax.graph.batch.chunks import chained, chunked, has_more_trips
 from soapjax.graph.batch.draws import is_key
 from soapjax.graph.rules.heavy_rules import POOLS, SCATTERS
 from soapjax.graph.rules.light_rules import ALONG
@@ -59,6 +61,10 @@ class SampleMixing:
     ):  # fmt: skip
         self.small, self.large, self.batch = small, large, batch
         self.data, self.known = set(batch), frozenset(known)
+        has_loops = any(e.body is not None for e in small.eqns) and are_alike(small, large)
+        self.chunked = chunked(small, large) if has_loops else set()
+        both = zip(small.walk(), large.walk(), strict=True) if has_loops else ()
+        self.over_chunks = [e for (e, _), (other, _) in both if has_more_trips(e, other)]
         follow(small, self.data, self.known)
         self._inner: dict[str, list[SampleMixing]] = {}
         self._want(wanted)
@@ -108,6 +114,16 @@ class SampleMixing:
     def order(self) -> FlatEqn | None:
         """An equation that moves, sorts or accumulates along the batch; None where there is none."""
         return next((e for e in self.needed if self._is_along_batch(e)), None) or self._inside(SampleMixing.order)
+
+    def chain(self) -> FlatEqn | None:
+        """A loop over samples, or chunks of them, that hands on more than sums from one to the next; None where there is none."""
+        needed, made_by = {e.key for e in self.needed}, {o: e for e in self.small.leaves for o in e.outputs}.get
+
+        def is_chain(eqn: FlatEqn) -> bool:
+            of_data = (o for o in chained(eqn, made_by) if o in self.data)
+            return any(jax.dtypes.issubdtype(self.small.avals[o].dtype, np.inexact) for o in of_data)
+
+        return next((e for e in self.over_chunks if not needed.isdisjoint(b.key for b in e.body.leaves) and is_chain(e)), None)
 
     def _inside(self, look: Callable[[SampleMixing], FlatEqn | None], besides: Collection[str] = ()) -> FlatEqn | None:
         """A needed `cond`, none of `besides` (keys), in a branch of which `look` finds something."""
@@ -171,7 +187,7 @@ class SampleMixing:
     def _is_statistic(self, atom: Atom) -> bool:
         if not isinstance(atom, int) or atom not in self.data:
             return False
-        return not is_key(self.small.avals[atom]) and not self._dims(atom)
+        return not is_key(self.small.avals[atom]) and not self._dims(atom) and atom not in self.chunked
 
     def _is_along_batch(self, eqn: FlatEqn) -> bool:
         data = [a for a in eqn.read if a in self.data and self._dims(a)]
