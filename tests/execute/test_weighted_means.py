@@ -370,13 +370,13 @@ def test_a_constant_as_long_as_the_batch_is_refused_with_one_sample_too(num):
         soap_shard(step, microbatches=num, donate=False)(jnp.eye(6, 4), jnp.ones((8, 6)))
 
 
-def in_chunks(term, carry=0.0):
+def in_chunks(term):
     """`term(weights, rows, labels)` of eight tokens at a time, added up."""
 
     def added(p, x):
         rows, labels = jnp.tanh(p["e"][x[:, :-1]]).reshape(-1, 8, WIDTH), x[:, 1:].reshape(-1, 8)
-        body = jax.checkpoint(lambda c, chunk: (jax.tree.map(jnp.add, c, term(p, *chunk)), None))
-        return jax.lax.scan(body, carry, (rows, labels))[0]
+        body = jax.checkpoint(lambda total, chunk: (total + term(p, *chunk), None))
+        return jax.lax.scan(body, 0.0, (rows, labels))[0]
 
     return added
 

@@ -238,7 +238,8 @@ class PipeDreamStep(MicroBatched):
                     outs = [("batch", v, s, m) for m in mine]
                     out.call(f"minibatches {s}", self._track(s, q), fn, [name], outs)
                 if any(keys_in(p, self.micro.draws) for p in (self.cut.forward[s], self.cut.backward[s])):
-                    out.call(f"numbers {s}", self._track(s, q), numbers(mine, place.whole), [], [("number", s, m) for m in mine])
+                    fn = numbers(tuple(mine), place.whole)
+                    out.call(f"numbers {s}", self._track(s, q), fn, [], [("number", s, m) for m in mine])
 
     def _show(self, out: StreamBuilder, s: int, version: int, kept: Collection[int]) -> None:
         """A version of a stage's state to the passes of its replicas; what is `kept` they have seen under the version before."""

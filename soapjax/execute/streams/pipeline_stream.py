@@ -222,7 +222,7 @@ class PipelineStream:
     def _numbers(self) -> None:
         """The numbers of micro-batches, on stages that draw random numbers."""
         for s in sorted({p.place for p, _, _ in self.compiled.values() if keys_in(p, self.staged.micro.draws)}):
-            fn = numbers(range(self.num), self.places[s].whole)
+            fn = numbers(tuple(range(self.num)), self.places[s].whole)
             self.out.call(f"numbers {s}", self.track(s), fn, [], [("number", s, m) for m in range(self.num)])
 
     def _whole_batch(self) -> None:

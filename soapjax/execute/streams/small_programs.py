@@ -7,7 +7,7 @@ models, or of one that is planned anew) these programs are found again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,11 +35,7 @@ def zeros(shapes: tuple[tuple[tuple[int, ...], Any], ...], shardings: tuple[Name
     return jax.jit(lambda: tuple(jnp.zeros(shape, dtype) for shape, dtype in shapes), out_shardings=shardings)
 
 
-def numbers(of: Sequence[int], sharding: NamedSharding) -> Program:
-    """Numbers of micro-batches, as passes take them."""
-    return _numbers(tuple(of), sharding)
-
-
 @functools.lru_cache(maxsize=4096)
-def _numbers(of: tuple[int, ...], sharding: NamedSharding) -> Program:
+def numbers(of: tuple[int, ...], sharding: NamedSharding) -> Program:
+    """Numbers of micro-batches, as passes take them."""
     return jax.jit(lambda: tuple(jnp.uint32(m) for m in of), out_shardings=(sharding,) * len(of))
