@@ -91,6 +91,17 @@ def test_who_is_silent_is_named_with_what_it_did_last():
     assert "rank 1 " not in said and "rank 3 " not in said
 
 
+def test_who_is_stopped_between_two_calls_is_silent_not_out_of_calls():
+    """It had been between them for less than the time-out when it was last heard; what it did afterwards, nobody knows."""
+    job = Job(2)
+    job.make(range(2), ["train_step"])
+    job.make([1], ["train_step"])
+    assert job.live(9) is None
+    job.silent = {0}
+    assert job.live(9) is None
+    assert "rank 0 (node0, process 100) silent for 10 s: last seen 11 s ago after call 1 of train_step" in job.live(3)
+
+
 def test_all_who_never_came_are_named():
     job = Job(3)
     job.silent = {1, 2}

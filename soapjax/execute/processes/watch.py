@@ -249,7 +249,7 @@ class Watch:
         return f"rank {ended} has ended"
 
     def _lasts(self, what: str, rank: int, is_so: bool, mine: Where, limit_s: float | None = None) -> bool:
-        """Whether it has been so for the time-out, or `limit_s`, in the same call."""
+        """Whether it has been so for the time-out, or `limit_s`, in the same call, up to its last beat: since then nobody knows."""
         if not is_so:
             self._since.pop((what, rank), None)
             return False
@@ -257,4 +257,4 @@ class Watch:
         if number != mine.num_calls:
             self._since[what, rank] = mine.num_calls, self.now()
             return False
-        return self.now() - since > (self.timeout_s if limit_s is None else limit_s)
+        return self._seen[rank] - since > (self.timeout_s if limit_s is None else limit_s)
