@@ -24,6 +24,7 @@ from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.graph.lifespans import makers
 from soapjax.jit.array_types import Array
 from soapjax.jit.programs import PlannerProgram, threads
+from soapjax.simulate.busy import BusyStreams
 from soapjax.simulate.event import Order, Timeline, simulate
 from soapjax.simulate.items import items_of
 from soapjax.simulate.schedule import Schedule, schedule_of
@@ -41,6 +42,14 @@ class Scores(NamedTuple):
     memory_bytes: Array  # [B]: total per device
     violations: Array  # [B]: degrees that do not divide; such a strategy is in no space
     sent_bytes: Array  # [B]: in a step, by the device that sends most
+
+
+class InDetail(NamedTuple):
+    """Of a batch of B strategies, what adds up over equal blocks."""
+
+    scores: Scores
+    memory: np.ndarray  # [K, B]: bytes while each task runs, of the device that holds most then
+    busy_s: np.ndarray  # [F, 1 + L, B]: of each stream in each phase (busy.py), levels as the cost program has them
 
 
 BATCH = LANES  # strategies that a search asks for at once: one call
@@ -93,6 +102,10 @@ class Simulator:
         records, sizes = item_records(self.items, self.tables, self.evaluator.bucket)
         return jax.device_put(records), sizes
 
+    @functools.cached_property
+    def busy_streams(self) -> BusyStreams:
+        return BusyStreams(self.items, overlap=self.tables.topology.device.overlap)
+
     @property
     def _walk(self) -> tuple[ItemRecords, PlannerProgram]:
         records, sizes = self.item_records
@@ -138,11 +151,17 @@ class Simulator:
         """Scores of any number of strategies, as NumPy arrays; their costs are not kept."""
         return self._scores_and(lambda of: None, strategies)[0]
 
-    def memory_curves(self, strategies: list[Strategy]) -> tuple[Scores, np.ndarray]:
-        """The same, and bytes [K, B] while each task runs, of the device that holds most then."""
-        count = self.tables.num_tasks
-        scores, curves = self._scores_and(lambda of: np.array(np.asarray(of.per_record.memory)[:count]), strategies)
-        return scores, np.concatenate(curves, axis=1)[:, : len(strategies)]
+    def in_detail(self, strategies: list[Strategy]) -> InDetail:
+        """The same, and what their step times and memory are made of."""
+        count, busy = self.tables.num_tasks, self.busy_streams
+
+        def keep(of: Results) -> tuple[np.ndarray, np.ndarray]:
+            each = of.per_record
+            return np.array(np.asarray(each.memory)[:count]), busy.seconds(np.asarray(each.compute_s), np.asarray(each.paid_s))
+
+        scores, found = self._scores_and(keep, strategies)
+        memory, busy_s = (np.concatenate(x, axis=-1)[..., : len(strategies)] for x in zip(*found, strict=True))
+        return InDetail(scores, memory, busy_s)
 
     def _scores_and(self, keep: Callable[[Results], T], strategies: list[Strategy]) -> tuple[Scores, list[T]]:
         """Scores of all, and what `keep` makes of the costs of LANES each before others are written over them."""

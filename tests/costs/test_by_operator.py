@@ -49,7 +49,7 @@ def test_the_memory_curve_peaks_where_the_simulator_says(model, topology):
         curve = memory_curve(found.tables, costs)
         assert curve.total.shape == (1, found.tables.num_tasks) and (curve.total >= curve.persistent[:, None] - 1).all()
         assert curve.total.max() == pytest.approx(float(costs.memory_bytes[3]), rel=1e-4)
-        np.testing.assert_allclose(found.simulator.memory_curves([strategy])[1][:, 0], curve.total.max(0), rtol=1e-4)
+        np.testing.assert_allclose(found.simulator.in_detail([strategy]).memory[:, 0], curve.total.max(0), rtol=1e-4)
 
 
 def test_pinned_operators_are_counted_on_the_devices_that_they_run_on():
@@ -60,7 +60,7 @@ def test_pinned_operators_are_counted_on_the_devices_that_they_run_on():
         curve = memory_curve(simulator.tables, costs)
         assert curve.total.shape == (8, simulator.tables.num_tasks)
         assert curve.total.max() == pytest.approx(float(costs.memory_bytes[3]), rel=1e-4)
-        np.testing.assert_allclose(simulator.memory_curves([strategy])[1][:, 0], curve.total.max(0), rtol=1e-4)
+        np.testing.assert_allclose(simulator.in_detail([strategy]).memory[:, 0], curve.total.max(0), rtol=1e-4)
         # One thing at a time on a device is never faster, and slower than nothing but one after the other.
         step, serial = simulator.timeline(strategy).makespan_s, simulator.without_overlap_s(costs)
         assert step <= serial * (1 + 1e-6) <= float(simulator.schedule.durations(costs.durations).sum()) * (1 + 2e-6)

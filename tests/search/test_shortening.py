@@ -87,6 +87,22 @@ def test_scores_are_those_of_the_whole_graph(topology, remat):
     assert len({e.step_time_s for e in whole}) > 20
 
 
+def test_ends_that_keep_few_blocks_waiting_hide_under_many():
+    """The sum of a large tied embedding takes longer than few blocks, so that one block more is for nothing; of many it is not."""
+    problem = problem_of("2x4", tie=True, batch=64, vocab=65_536)
+    fewer = fewer_blocks(problem)
+    strategies = drawn(problem, fewer, 20)
+    one, other = (np.array([e.step_time_s for e in found]) for found in (
+        fewer.evaluate(strategies), problem.evaluate([fewer.for_whole(s) for s in strategies])
+    ))  # fmt: skip
+    np.testing.assert_allclose(one, other, rtol=0.03)
+    few = fewer.shortest.evaluate(strategies)
+    (longer,), (left_out,) = fewer.longer, fewer.fewer.left_out
+    more = longer.problem.evaluate([type(s)(s.axes[longer.operators], s.storage[longer.operators]) for s in strategies])
+    added = np.array([a.step_time_s + left_out * (b.step_time_s - a.step_time_s) for a, b in zip(few, more, strict=True)])
+    assert (added < 0.9 * other).any(), "the case that this is about"
+
+
 def test_runs_of_an_encoder_and_a_decoder_are_both_cut():
     problem = in_two_runs()
     fewer = fewer_blocks(problem)

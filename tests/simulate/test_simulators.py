@@ -15,6 +15,7 @@ from soapjax.costs.evaluate import Durations
 from soapjax.search.chain.engine import Engine
 from soapjax.search.chain.moves import State
 from soapjax.search.problem import PlanningProblem
+from soapjax.simulate.busy import least_s
 from soapjax.simulate.event import simulate
 from soapjax.simulate.items import LINK, NONE, Items
 from soapjax.simulate.schedule import BARRIER, COMPUTE, RESHARD, RESOLVE, SUM, Schedule
@@ -485,3 +486,19 @@ def test_pins_on_many_devices(topology):
     walker = engine.walk(rng, 20.0, engine.walker(strategies[0], found[0]), 2)
     now = engine.strategy(State(walker.at.base.axes, walker.at.base.storage))
     assert problem.evaluate([now])[0].cost == pytest.approx(float(walker.cost), rel=1e-5)
+
+
+@pytest.mark.parametrize("model, topology, overlap", [("lm", "2x4", True), ("lm", "2x4", False), ("mlp", "a100x8", True)])
+def test_no_step_takes_less_than_its_busiest_streams(model, topology, overlap):
+    c = case_with(model, topology, overlap=overlap)
+    strategies, schedule = [c.data_parallel(), *c.strategies(0, BATCH)], c.simulator.schedule
+    found = c.simulator.in_detail(strategies)
+    phase = np.cumsum(schedule.is_barrier) - schedule.is_barrier
+    for q, strategy in enumerate(strategies):
+        takes_s = schedule.durations(c.simulator.costs(strategy).durations)[:, None] * schedule.occupies
+        busy_s = [takes_s[phase == f].sum(0) for f in range(phase.max() + 1)]
+        own = [0, *range(1 - takes_s.shape[1], 0)]  # the cost program has more levels than the topology, which come first
+        np.testing.assert_allclose(found.busy_s[:, own, q], busy_s, rtol=1e-5)
+        assert found.busy_s[..., q].sum() == pytest.approx(np.sum(busy_s), rel=1e-5)
+    least = least_s(found.busy_s)
+    assert (least <= found.scores.step_time_s * (1 + 1e-5)).all() and (least > 0.2 * found.scores.step_time_s).any()
