@@ -144,11 +144,12 @@ class Evaluator:
 
     def _found(self, of: _Problem, axes: Array, storage: Array) -> Results:
         axes, storage = self._lanes(axes, storage)
-        over, changed = _done_with(self.bucket).take(of, axes, storage)
+        own = self.tables.space.graph.num_operators
+        over, changed = _done_with(self.bucket).take(of, axes[:own], storage[:own])
         todo = of.dependents.everything() if changed is None else of.dependents.todo(changed)
         over = nothing_yet(self.bucket, LANES) if over is None else over
         found: Evaluated = self.program(of.arrays, of.records, axes, storage, todo, over)
-        return Results(**found._asdict(), problem=of, axes=axes, storage=storage)
+        return Results(found, of, axes[:own], storage[:own])
 
     def take_back(self, of: Results) -> None:
         """Nobody will read what a call found of single records."""
@@ -181,8 +182,8 @@ class Evaluator:
         )  # fmt: skip
         return Costs(
             durations=self._durations(of, lane), layouts=found, bytes_by_collective=self._sent(of, lane),
-            sent_bytes=np.asarray(of.sent_bytes)[lane], memory_bytes=np.asarray(of.memory_bytes)[:, lane],
-            penalty=np.asarray(of.violations)[lane], parts=parts, holders=self._holders(of, lane),
+            sent_bytes=np.asarray(of.found.sent_bytes)[lane], memory_bytes=np.asarray(of.found.memory_bytes)[:, lane],
+            penalty=np.asarray(of.found.violations)[lane], parts=parts, holders=self._holders(of, lane),
         )  # fmt: skip
 
     def alone(self, axes: Array, storage: Array) -> Costs:

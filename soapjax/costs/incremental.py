@@ -14,8 +14,7 @@ import numpy as np
 
 from soapjax.costs.rules.base import Listed
 from soapjax.costs.tables.arrays import Records
-from soapjax.costs.whole import PerRecord, Todo
-from soapjax.jit.array_types import Array
+from soapjax.costs.whole import Evaluated, Over, PerRecord, Todo
 
 MOST_KEPT = 4  # results of a bucket that nobody reads any more
 
@@ -55,8 +54,8 @@ class Dependents:
         self._updated = np.unique(np.stack([self._of_parameter[updates[:, 1]], updates[:, 2]], 1), axis=0)
 
     def todo(self, changed: np.ndarray) -> Todo:
-        """The records of `changed` operators, bool [N] with the padding."""
-        changed = np.append(changed, False)
+        """The records of `changed` operators, bool [N]."""
+        changed = np.append(changed, np.zeros(self._sizes.operators + 1 - len(changed), bool))
         changed[self._updated[changed[self._updated[:, 0]], 1]] = True
         found = (
             changed[:-1], changed[self._of_slot], changed[self._of_parameter], changed[self._of_task],
@@ -77,13 +76,14 @@ def _listed(some: np.ndarray, size: int) -> Listed:
 class Results(NamedTuple):
     """What a call found, and of what."""
 
-    per_record: PerRecord
-    memory_bytes: Array  # this and what follows as in `Evaluated`
-    sent_bytes: Array
-    violations: Array
+    found: Evaluated
     problem: object
-    axes: np.ndarray  # int8 [N, A, Q]
+    axes: np.ndarray  # int8 [N, A, Q], of the problem's own operators
     storage: np.ndarray  # int8 [N, Q]
+
+    @property
+    def per_record(self) -> PerRecord:
+        return self.found.over.per_record
 
     def changed(self, axes: np.ndarray, storage: np.ndarray) -> np.ndarray:
         """bool [N]: the operators that are not in every lane as they were."""
@@ -102,11 +102,14 @@ class DoneWith:
             if len(self._kept) < MOST_KEPT:
                 self._kept.append(found)
 
-    def take(self, problem: object, axes: np.ndarray, storage: np.ndarray) -> tuple[PerRecord | None, np.ndarray | None]:
-        """Those of the strategies most like these, and which operators have changed since; None of another problem's."""
+    def take(self, problem: object, axes: np.ndarray, storage: np.ndarray) -> tuple[Over | None, np.ndarray | None]:
+        """Those of the strategies most like these, and which operators have changed since; None of another problem's.
+
+        `axes` and `storage` as in `Results`.
+        """
         with self._lock:
             own = [(found.changed(axes, storage), i) for i, found in enumerate(self._kept) if found.problem is problem]
             if own:
                 changed, i = min(own, key=lambda x: int(x[0].sum()))
-                return self._kept.pop(i).per_record, changed
-            return (self._kept.pop().per_record if self._kept else None), None
+                return self._kept.pop(i).found.over, changed
+            return (self._kept.pop().found.over if self._kept else None), None

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from soapjax.costs.memory.peak_memory import Lives, memory_of
+from soapjax.costs.memory.peak_memory import Lives, Steps, memory_of, no_steps
 from soapjax.costs.rules.base import Listed, Span
 from soapjax.costs.rules.links import COLLECTIVES
 from soapjax.costs.rules.record_rules import (
@@ -30,7 +30,7 @@ from soapjax.costs.rules.record_rules import (
 from soapjax.costs.rules.sets import DIGITS, SET, every, parts_of, union
 from soapjax.costs.tables.arrays import Bucket, CostArrays, Records, edge_of
 from soapjax.jit.array_types import Array
-from soapjax.jit.kernel import added, in_kernel, put, row
+from soapjax.jit.kernel import added, in_kernel, put, row, zeroed
 
 
 class Slots(NamedTuple):
@@ -82,10 +82,24 @@ class PerRecord(NamedTuple):
     memory: Array  # [K + 1, Q]: bytes while each task runs, of the device that holds most then
 
 
+class Scratch(NamedTuple):
+    """What is added up in: whatever an earlier call left there, which nobody reads."""
+
+    work: Array  # as in `Slots`
+    steps: Steps
+
+
+class Over(NamedTuple):
+    """What a call's results are written over."""
+
+    per_record: PerRecord
+    scratch: Scratch
+
+
 class Evaluated(NamedTuple):
     """All figures of Q strategies."""
 
-    per_record: PerRecord
+    over: Over
     memory_bytes: Array  # [4, Q], as in `Costs`
     sent_bytes: Array  # [Q]: by the device that sends most
     violations: Array  # int32 [Q]
@@ -237,15 +251,15 @@ def on_pass(
     return lax.fori_loop(0, tasks.number, task, begun[0]), on_stored
 
 
-def evaluate(p: CostArrays, records: Records, axes: Array, storage: Array, todo: Todo, over: PerRecord) -> Evaluated:
+def evaluate(p: CostArrays, records: Records, axes: Array, storage: Array, todo: Todo, over: Over) -> Evaluated:
     """Of strategies int8 [N, A, Q] and [N, Q], in the sizes of the problem's bucket. Pure.
 
     `over` is what an earlier call on any problem of the bucket gave, or `nothing_yet`: the entries in `todo` are written
     anew, and others left alone; those of the problem have to be right. Zeroing it all takes longer than the rules do where a
     problem is small.
     """
-    q = storage.shape[1]
-    num_k, width = over.compute_s.shape[0], p.row_fixed.shape[1]
+    q, width = storage.shape[1], p.row_fixed.shape[1]
+    before, scratch = over
 
     def configs(p, of, axes, begun):
         def one(j, found):
@@ -253,22 +267,22 @@ def evaluate(p: CostArrays, records: Records, axes: Array, storage: Array, todo:
 
         return lax.fori_loop(0, of.number, one, begun)
 
-    def slots(p, records, of, config, layout):
-        begun = Slots(layout, jnp.zeros((num_k, 2, q)))
+    def slots(p, records, of, config, layout, work):
+        begun = Slots(layout, zeroed(work, p.counts[2]))
         return slots_pass(p, records, of, config, begun, jnp.zeros((1, width), SET))
 
     def bad(p, config):
         return lax.fori_loop(0, p.counts[0], lambda n, v: v + violations(p, n, row(config, n)), jnp.zeros(q, jnp.int32))
 
-    config = in_kernel(configs, p, todo.operators, axes, over.config)
-    found = in_kernel(slots, p, records, todo.slots, config, over.layout)
-    begun = Stored(found.layout, over.state_bytes, over.shards)
+    config = in_kernel(configs, p, todo.operators, axes, before.config)
+    found = in_kernel(slots, p, records, todo.slots, config, before.layout, scratch.work)
+    begun = Stored(found.layout, before.state_bytes, before.shards)
     stored = in_kernel(parameters_pass, p, records, todo.parameters, storage, begun)
-    seconds = in_kernel(tasks_pass, p, records, todo.tasks, config, found.work, stored.shards, over.compute_s)
-    rows = in_kernel(rows_pass, p, records, todo.rows, stored.layout, over.rows)
-    previous = in_kernel(sharing_pass, p, stored.layout, gathers_again(p, storage), over.previous)
-    paid_s, sent_on = in_kernel(paid_pass, p, previous, rows.full_s, rows.full_bytes, over.paid_s)
-    on_compute, on_stored = over.on_compute, over.on_stored
+    seconds = in_kernel(tasks_pass, p, records, todo.tasks, config, found.work, stored.shards, before.compute_s)
+    rows = in_kernel(rows_pass, p, records, todo.rows, stored.layout, before.rows)
+    previous = in_kernel(sharing_pass, p, stored.layout, gathers_again(p, storage), before.previous)
+    paid_s, sent_on = in_kernel(paid_pass, p, previous, rows.full_s, rows.full_bytes, before.paid_s)
+    on_compute, on_stored = before.on_compute, before.on_stored
     if p.has_pins:
         on_compute, on_stored = in_kernel(
             on_pass, p, records, todo.parameters, todo.tasks, config, stored.layout, (on_compute, on_stored)
@@ -277,16 +291,23 @@ def evaluate(p: CostArrays, records: Records, axes: Array, storage: Array, todo:
         held=rows.held, copy=rows.copy, is_sent=rows.is_sent, transient=rows.transient, waiting=rows.waiting, previous=previous,
         on=rows.on, on_kept=rows.on_kept,
     )  # fmt: skip
-    memory, curve = in_kernel(memory_of, p, lives, stored.state_bytes, on_stored, over.memory)
+    memory, curve, steps = in_kernel(memory_of, p, lives, stored.state_bytes, on_stored, before.memory, scratch.steps)
     each = PerRecord(
         config=config, layout=stored.layout, compute_s=seconds, on_compute=on_compute, rows=rows, paid_s=paid_s,
         state_bytes=stored.state_bytes, shards=stored.shards, on_stored=on_stored, previous=previous, memory=curve,
     )  # fmt: skip
-    return Evaluated(each, memory_bytes=memory, sent_bytes=sent_on.max(0), violations=in_kernel(bad, p, config))
+    written = Over(each, Scratch(found.work, steps))
+    return Evaluated(written, memory_bytes=memory, sent_bytes=sent_on.max(0), violations=in_kernel(bad, p, config))
 
 
-def nothing_yet(b: Bucket, lanes: int) -> PerRecord:
+def nothing_yet(b: Bucket, lanes: int) -> Over:
     """For problems of a bucket, before the first call."""
+    steps = no_steps(b.tasks, max(b.groups, 1), lanes)
+    return Over(no_records(b, lanes), Scratch(np.zeros((b.tasks + 1, 2, lanes), np.float32), steps))
+
+
+def no_records(b: Bucket, lanes: int) -> PerRecord:
+    """In `nothing_yet`."""
     tensors, edges, rows, tasks, parameters = (n + 1 for n in (b.tensors, b.edges, b.rows, b.tasks, b.parameters))
     groups = max(b.groups, 1)
 

@@ -87,6 +87,12 @@ def added(x: Array, i: Array | Scalar, value: Array) -> jax.Array:
     return put(x, i, row(x, i) + value)
 
 
+def zeroed(x: Array, count: Array | Scalar) -> jax.Array:
+    """`x` whose first `count` rows are zero: where a problem is small, sooner than an array of zeros of the padded size."""
+    nothing = jnp.zeros(x.shape[1:], x.dtype)
+    return jax.lax.fori_loop(0, count, lambda i, x: put(x, i, nothing), x)
+
+
 def largest(x: Array) -> jax.Array:
     """`x.max(0)`, by halves: of several thousand numbers XLA (jaxlib 0.10) cannot compile a reduction in a kernel."""
     return _folded(jnp.maximum, x)

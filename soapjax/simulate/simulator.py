@@ -144,8 +144,8 @@ class Simulator:
         items, walk = self._walk
         of = self.evaluator(axes, storage)
         each = of.per_record
-        times = walk(items, each.compute_s, each.paid_s, each.on_compute, each.rows.on)
-        return Scores(*(np.asarray(x) for x in (times, np.asarray(of.memory_bytes)[3], of.violations, of.sent_bytes))), of
+        times, memory = walk(items, each.compute_s, each.paid_s, each.on_compute, each.rows.on), np.asarray(of.found.memory_bytes)
+        return Scores(*(np.asarray(x) for x in (times, memory[3], of.found.violations, of.found.sent_bytes))), of
 
     def step_times(self, strategies: list[Strategy]) -> Scores:
         """Scores of any number of strategies, as NumPy arrays; their costs are not kept."""

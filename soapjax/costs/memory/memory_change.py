@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from soapjax.costs.memory.peak_memory import Lives, needed_until, steps_of, stored_bytes, waited
+from soapjax.costs.memory.peak_memory import Lives, needed_until, no_steps, steps_of, stored_bytes, waited
 from soapjax.costs.rules.base import Base, Change, span
 from soapjax.costs.rules.copies import Readers
 from soapjax.costs.rules.sets import only_if
@@ -47,8 +47,8 @@ def alive_of(p: CostArrays, base: Base) -> Alive:
 
     figures = base.held, base.copy, base.is_sent, base.transient, base.waiting, base.previous, base.on, base.on_kept
     lives = Lives(*map(one, figures))
-    steps = steps_of(p, lives)
     groups = base.on.shape[1]
+    steps = steps_of(p, lives, no_steps(p.task_float.shape[0] - 1, groups, 1))
 
     def task(k: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         now, waits, used, waiting, peak = state

@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from soapjax.costs.rules.sets import only_if
 from soapjax.costs.tables.arrays import CostArrays
 from soapjax.jit.array_types import Array
-from soapjax.jit.kernel import added, added_at, largest, put, row
+from soapjax.jit.kernel import added, added_at, largest, put, row, zeroed
 
 
 class Lives(NamedTuple):
@@ -45,11 +46,15 @@ class Steps(NamedTuple):
     waiting: Array  # [K + 2, 2, G, Q]
 
 
-def steps_of(p: CostArrays, of: Lives) -> Steps:
-    """Of all tensors and copies."""
-    num_t = p.counts[3]
-    groups, q = of.on.shape[1:]
-    places = p.task_float.shape[0] + 1
+def no_steps(num_tasks: int, groups: int, lanes: int) -> Steps:
+    """Where nothing is held; `num_tasks` is K."""
+    nothing = np.zeros((num_tasks + 2, groups, lanes), np.float32)
+    return Steps(nothing, nothing, np.zeros((num_tasks + 2, 2, groups, lanes), np.float32))
+
+
+def steps_of(p: CostArrays, of: Lives, begun: Steps) -> Steps:
+    """Of all tensors and copies, added to `begun`."""
+    num_t, q = p.counts[3], of.on.shape[2]
 
     def tensor(t: Array, state: Steps) -> Steps:
         alive, transient, waiting = state
@@ -90,8 +95,7 @@ def steps_of(p: CostArrays, of: Lives) -> Steps:
         start: tuple[Array, Array, Array] = place - 1, previous >= 0, alive
         return lax.while_loop(lambda x: (x[0] >= first) & x[1].any(), earlier, start)[2]
 
-    nothing = jnp.zeros((places, groups, q))
-    steps = lax.fori_loop(0, num_t, tensor, Steps(nothing, nothing, jnp.zeros((places, 2, groups, q))))
+    steps = lax.fori_loop(0, num_t, tensor, begun)
     return steps._replace(alive=lax.fori_loop(0, p.counts[4], copy, steps.alive))
 
 
@@ -116,14 +120,17 @@ def stored_bytes(p: CostArrays, state_bytes: Array, on_stored: Array) -> Array:
     return lax.fori_loop(0, p.counts[1], lambda j, total: total + only_if(row(on_stored, j), row(state_bytes, j)), nothing)
 
 
-def memory_of(p: CostArrays, of: Lives, state_bytes: Array, on_stored: Array, begun: Array) -> tuple[Array, Array]:
+def memory_of(
+    p: CostArrays, of: Lives, state_bytes: Array, on_stored: Array, begun: Array, scratch: Steps
+) -> tuple[Array, Array, Steps]:  # fmt: skip
     """[4, Q] at the peak of the device that holds most: parameters and state, what is alive, what passes, and their sum.
 
-    And [K + 1, Q], written over `begun`: the sum while each task runs, on the device that holds most then.
+    And [K + 1, Q], written over `begun`: the sum while each task runs, on the device that holds most then. And `scratch`, whatever
+    stands in which, used.
 
     `state_bytes` [P + 1, Q] and `on_stored` bool [P + 1, G, Q] are of parameters with their optimizer state.
     """
-    steps = steps_of(p, of)
+    steps = steps_of(p, of, Steps(*(zeroed(x, p.counts[2]) for x in scratch)))
     groups, q = of.on.shape[1:]
     stored = stored_bytes(p, state_bytes, on_stored)
 
@@ -143,4 +150,4 @@ def memory_of(p: CostArrays, of: Lives, state_bytes: Array, on_stored: Array, be
         of_group = lax.dynamic_index_in_dim(most, g, 1, keepdims=False)
         return jnp.where(of_group[3] > best[3], of_group, best)
 
-    return lax.fori_loop(1, groups, group, most[:, 0]), curve
+    return lax.fori_loop(1, groups, group, most[:, 0]), curve, steps

@@ -21,7 +21,7 @@ from soapjax.costs.rules.record_rules import config_of, violations
 from soapjax.costs.rules.sets import MAX_AXES
 from soapjax.costs.tables.arrays import Bucket, CostArrays
 from soapjax.costs.tables.operator_records import OwnRecords, OwnSizes, own_records
-from soapjax.costs.whole import PerRecord, nothing_yet
+from soapjax.costs.whole import PerRecord, no_records
 from soapjax.jit.array_types import Array, Scalar
 from soapjax.jit.kernel import any_of, in_kernel, largest, row
 from soapjax.search.objective import cost_by, limits_of
@@ -125,7 +125,7 @@ def base_of(b: Bucket, each: PerRecord, lane: int, axes: np.ndarray, storage: np
 
 def no_base(b: Bucket) -> Base:
     """Of no strategy: to say which shapes there are."""
-    return base_of(b, nothing_yet(b, 1), 0, np.zeros((0, 0), np.int8), np.zeros(0, np.int8))
+    return base_of(b, no_records(b, 1), 0, np.zeros((0, 0), np.int8), np.zeros(0, np.int8))
 
 
 def no_alive(sizes: Sizes) -> Alive:
