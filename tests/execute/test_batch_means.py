@@ -84,7 +84,7 @@ def one_device(step, num):
     with jax.enable_x64(True):
         state, batch = jax.tree.map(lambda x: x.astype("float64"), given)
         parts = [jax.tree.map(lambda x, m=m: np.split(np.asarray(x), num)[m], batch) for m in range(num)]
-        return jax.tree.map(lambda *x: np.mean(x, axis=0), *(step(state, part)[0]["moving"] for part in parts))
+        return jax.tree.map(lambda *x: np.mean(x, axis=0), *(jax.jit(step)(state, part)[0]["moving"] for part in parts))
 
 
 CASES = [("1f1b", 2, fast, True), ("gpipe", 1, fast, False), ("pipedream", 1, fast, True), ("1f1b", 1, deviation, True)]

@@ -104,12 +104,14 @@ def one_device(state, batch, num, forward):
     state, batch = jax.tree.map(lambda x: x.astype("float64") if x.dtype == "float32" else x, (state, batch))
     _, key = jax.random.split(state["key"])
     found = []
+
+    @jax.jit
+    def graded(mine, m):
+        return jax.value_and_grad(loss_fn, has_aux=True)(state["w"], mine, key, lambda k: jax.random.fold_in(k, m), forward)
+
     for m in range(num):
-        mine = jax.tree.map(lambda x, m=m: x[m * BATCH // num : (m + 1) * BATCH // num], batch)
-        graded = jax.value_and_grad(loss_fn, has_aux=True)(
-            state["w"], mine, key, lambda k, m=m: jax.random.fold_in(k, m), forward
-        )
-        found.append(graded)
+        mine = jax.tree.map(lambda x, m=m: np.asarray(x)[m * BATCH // num : (m + 1) * BATCH // num], batch)
+        found.append(graded(mine, m))
     gradient = np.mean([g for _, g in found], axis=0)
     loss, kept = np.mean([x for (x, _), _ in found]), np.mean([x for (_, (_, x)), _ in found])
     return gradient, loss, np.concatenate([mask for (_, (mask, _)), _ in found]), kept

@@ -65,13 +65,21 @@ def convolution(dims, window, stride, padding, groups):
 def convolutions(fn, *args):
     """(equation, labels, operands, result) of each convolution of a function, gradients included."""
     program = flatten(jax.jit(fn).trace(*args).jaxpr)
-    env = {**program.consts, **dict(zip(program.inputs, args, strict=True))}
-    for eqn in program.eqns:
-        operands = [env[a] if isinstance(a, int) else jnp.asarray(a.val, a.aval.dtype) for a in eqn.inputs]
-        out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
-        env.update(zip(eqn.outputs, out if eqn.primitive.multiple_results else [out], strict=True))
-        if eqn.name == "conv_general_dilated":
-            yield eqn, labels_of(eqn, program), operands, out
+    is_convolution = lambda eqn: eqn.name == "conv_general_dilated"  # noqa: E731
+
+    @jax.jit
+    def values(*args):
+        env, found = {**program.consts, **dict(zip(program.inputs, args, strict=True))}, []
+        for eqn in program.eqns:
+            operands = [env[a] if isinstance(a, int) else jnp.asarray(a.val, a.aval.dtype) for a in eqn.inputs]
+            out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+            env.update(zip(eqn.outputs, out if eqn.primitive.multiple_results else [out], strict=True))
+            if is_convolution(eqn):
+                found.append((operands, out))
+        return found
+
+    for eqn, (operands, out) in zip(filter(is_convolution, program.eqns), jax.tree.map(np.asarray, values(*args)), strict=True):
+        yield eqn, labels_of(eqn, program), operands, out
 
 
 def specs_of(labels, names):
@@ -95,15 +103,16 @@ def test_blocks_with_borders_give_the_whole_convolution(mesh, name, dims):
     for eqn, labels, inputs, expected in convolutions(jax.grad(loss, (0, 1)), *operands):
         spatial = [lab for lab in labels.inputs[0] if lab >= 3]
         degree_of = {lab: labels.spatial.get(lab, inputs[0].shape[labels.inputs[0].index(lab)]) for lab in spatial}
-        for names in ways_to_split(labels, degree_of) if degree_of else []:
-            *in_specs, raw = specs_of(labels, names)
+        ways = ways_to_split(labels, degree_of) if degree_of else []
 
-            def run(*inputs, eqn=eqn, in_specs=in_specs, raw=raw):
-                bind = lambda x, p: [eqn.primitive.bind(*x, **eqn.primitive.get_bind_params(p))]  # noqa: E731
-                return run_product(eqn, list(inputs), OnBlocks(mesh, in_specs, raw, raw, bind))
+        @jax.jit
+        def run(*inputs, eqn=eqn, specs=tuple(specs_of(labels, names) for names in ways)):
+            bind = lambda x, p: [eqn.primitive.bind(*x, **eqn.primitive.get_bind_params(p))]  # noqa: E731
+            return [run_product(eqn, list(inputs), OnBlocks(mesh, own, raw, raw, bind)) for *own, raw in specs]
 
-            np.testing.assert_allclose(jax.jit(run)(*inputs), expected, rtol=0, atol=2e-6 * np.abs(expected).max())
-            seen += 1
+        for names, found in zip(ways, run(*inputs), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.abs(expected).max(), err_msg=str(names))
+        seen += len(ways)
     assert seen >= 2, "the rules offer no split"
 
 

@@ -32,6 +32,15 @@ def loss_fn(params, batch):
     return ((x - batch["y"]) ** 2).mean()
 
 
+@jax.jit
+def updated(params, opt_state, grads):
+    updates, opt_state = OPTIMIZER.update(grads, opt_state)
+    return optax.apply_updates(params, updates), opt_state
+
+
+graded = jax.jit(jax.value_and_grad(loss_fn))
+
+
 def train_step(state, batch):
     loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
     updates, opt_state = OPTIMIZER.update(grads, state["opt_state"])
@@ -88,14 +97,14 @@ def simulated(pipedream, state, batch):
         stale = {name: versions[s][own[s]][name] for name, s in stage_of.items()}
         seen.update({Action("forward", s, m): own[s] for s in range(num_stages)})
         minibatch = jax.tree.map(lambda x, m=m: x[4 * m : 4 * m + 4], batch)
-        loss, grads = jax.value_and_grad(loss_fn)(stale, minibatch)
+        loss, grads = graded(stale, minibatch)
         losses.append(loss)
         for s in range(num_stages):
             waiting[s].append(grads)
             if len(waiting[s]) == replicas[s]:
                 mean = jax.tree.map(lambda *g: sum(g) / len(g), *waiting[s])
-                updates, opt_states[s] = OPTIMIZER.update(mean, opt_states[s])
-                versions[s].append(optax.apply_updates(versions[s][-1], updates))
+                new, opt_states[s] = updated(versions[s][-1], opt_states[s], mean)
+                versions[s].append(new)
                 waiting[s] = []
     return {name: versions[s][-1][name] for name, s in stage_of.items()}, float(np.mean(losses)), seen
 
@@ -115,6 +124,7 @@ def test_the_staleness_of_the_paper(replicas, devices_each, vertical_sync):
 def the_simulation_agrees(pipedream, micro, state, batch):
     replicas = [s.replicas for s in pipedream.pipeline.stages]
     outputs, _ = pipedream.run(jax.tree_util.tree_leaves((state, batch)))
+    batch = jax.tree.map(np.asarray, batch)
     new_state, metrics = micro.step.out_tree.unflatten(outputs)
     wanted, loss, seen = simulated(pipedream, state, batch)
     assert pipedream.versions == seen
@@ -125,9 +135,8 @@ def the_simulation_agrees(pipedream, micro, state, batch):
     synchronous = state["params"]
     opt_state = state["opt_state"]
     for m in range(MINIBATCHES):
-        grads = jax.grad(loss_fn)(synchronous, jax.tree.map(lambda x, m=m: x[4 * m : 4 * m + 4], batch))
-        updates, opt_state = OPTIMIZER.update(grads, opt_state)
-        synchronous = optax.apply_updates(synchronous, updates)
+        _, grads = graded(synchronous, jax.tree.map(lambda x, m=m: x[4 * m : 4 * m + 4], batch))
+        synchronous, opt_state = updated(synchronous, opt_state, grads)
     assert np.abs(np.asarray(synchronous["w0"]) - np.asarray(new_state["params"]["w0"])).max() > 1e-3  # the staleness shows
 
 
