@@ -9,6 +9,7 @@ import numpy as np
 from soapjax.costs.tables.problem_tables import cost_tables
 from soapjax.execute.spmd.evaluator import ProgramEvaluator
 from soapjax.execute.spmd.planned_evaluator import bind_plan
+from soapjax.graph.batch.draws import is_key
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import trace
 from soapjax.simulate.simulator import Simulator
@@ -100,7 +101,8 @@ class Case:
         self.space = search_space(self.graph, factor_mesh(self.topology))
         tables = cost_tables(self.graph, self.space, self.topology)
         self.tables, self.simulator = tables, Simulator(tables)
-        self.leaves = jax.tree.leaves(self.args)
+        # On the host: to cut up what lies on one device, JAX compiles a program for every shape and sharding.
+        self.leaves = [x if is_key(x) or not hasattr(x, "dtype") else np.asarray(x) for x in jax.tree.leaves(self.args)]
         with self.float64():
             run = jax.jit(lambda *a: ProgramEvaluator(self.step.program, is_float64=True).run(list(a))[0], compiler_options=QUICK)
             self.expected = plain_leaves(run(*self.leaves))

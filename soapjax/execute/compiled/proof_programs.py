@@ -19,6 +19,7 @@ import numpy as np
 from soapjax.execute.spmd.evaluator import OfMicroBatch, ProgramEvaluator
 from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.execute.spmd.promotion import high, is_low
+from soapjax.execute.transfers.arrivals import place_all
 from soapjax.graph.trace.program import Program
 from soapjax.graph.trace.tracing import TracedStep
 from soapjax.helpers.compiler_options import LEVEL, OLDER_EMITTERS, compiled_with
@@ -126,8 +127,7 @@ class PlannedRun:
 
     def __call__(self, arguments: list[Any]) -> Numbers:
         with self._precision():
-            placed = [jax.device_put(a, s) for a, s in zip(arguments, self._shardings, strict=True)]
-            return _as_numbers(self._compiled()(*placed))
+            return _as_numbers(self._compiled()(*place_all(arguments, self._shardings)))
 
     def text(self) -> str:
         return self._compiled().as_text()
