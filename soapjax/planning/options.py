@@ -13,6 +13,7 @@ A NumPy number is as good as Python's own; a text, or True, is no number.
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
@@ -100,13 +101,19 @@ class Option(NamedTuple):
             remedy = f"did you mean {close[0]!r}" if close else self.remedy
             return Problem(place, shown(value), " or ".join(self.names) + self.expected, remedy)
         try:
-            pydantic.TypeAdapter(self.kind).validate_python(value)
+            _validator(self.kind).validate_python(value)
         except (pydantic.ValidationError, RecursionError) as e:
             found = shown(value)
             if isinstance(e, pydantic.ValidationError) and " times" in (said := str(e.errors()[0].get("ctx", {}).get("error", ""))):
                 found = said  # a list of devices is long: the one that is there twice says more
             return Problem(place, found, (" or ".join(self.names) if self.names else "") + self.expected, self.remedy)
         return None
+
+
+@functools.cache
+def _validator(kind: Any) -> pydantic.TypeAdapter:
+    """Made once: that takes a hundred times as long as to check a value."""
+    return pydantic.TypeAdapter(kind)
 
 
 _never = Literal["\0"]  # of options that are a name: nothing that is no text
