@@ -258,5 +258,7 @@ def _surroundings() -> str:
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next((x for x in lines if x.startswith(("flags", "Features"))), processor)
-    flags = os.environ.get("XLA_FLAGS", ""), jax.config.read("jax_disable_most_optimizations")
-    return "\n".join(map(str, (jax.__version__, jaxlib.__version__, platform.machine(), processor, *flags)))
+    # How many devices a CPU is taken for says nothing about a program of one device.
+    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith("--xla_force_host_platform_device_count")]
+    asked = " ".join(flags), jax.config.read("jax_disable_most_optimizations")
+    return "\n".join(map(str, (jax.__version__, jaxlib.__version__, platform.machine(), processor, *asked)))

@@ -354,3 +354,15 @@ def test_results_are_written_over_an_argument(folder, monkeypatch):
         np.testing.assert_array_equal(again[:4], [1, 2, 3, 0])
         program = PlannerProgram(added, name="added", results=0, over=1)
     assert len(names) == 1
+
+
+def test_a_program_of_one_device_is_kept_for_any_number_of_them(folder, monkeypatch):
+    """Processes of a job, which have one device each, load what a process of eight compiled; another flag is another program."""
+    monkeypatch.setattr(programs, "_surroundings", programs._surroundings.__wrapped__)
+
+    def key(flags):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        return PlannerProgram(double_of_sines, name="doubled")._key([X])
+
+    many, other = "--xla_force_host_platform_device_count=8 --xla_dump_to=a", "--xla_dump_to=b"
+    assert key(many) == key("--xla_dump_to=a") != key(other)
