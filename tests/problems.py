@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +117,20 @@ def casting_arguments(batch: int = 32, width: int = 64):
     return params, {"x": jax.random.normal(keys[0], (batch, width))}
 
 
+def abstract(module: str, **sizes: Any) -> tuple[Callable, Any, Any]:
+    """A model's step, and shapes in place of its state and batch: nothing is allocated, and nothing compiled."""
+    made = importlib.import_module(f"models.{module}")
+    steps = []
+
+    def arguments():
+        step, state, batch = made.make(**sizes)
+        steps.append(step)
+        return state, batch
+
+    state, batch = jax.eval_shape(arguments)
+    return steps[0], state, batch
+
+
 @functools.cache
 def graph_of(model: str) -> OperatorGraph:
     """The operator graph of a small model; nothing is allocated."""
@@ -128,16 +144,7 @@ def graph_with(model: str, **changes: int) -> OperatorGraph:
         return build_graph(trace(casting_step, *casting_arguments(**changes)))[0]
     module, sizes = MODELS[model]
     sizes = {**sizes, **changes}
-    made = importlib.import_module(f"models.{module}")
-    steps = []
-
-    def arguments():
-        step, state, batch = made.make(**sizes)
-        steps.append(step)
-        return state, batch
-
-    state, batch = jax.eval_shape(arguments)
-    step = trace(steps[0], state, batch)
+    step = trace(*abstract(module, **sizes))
     if model == "lm_recomputed":  # some operators, the others are kept
         options = Recomputation(step)
         step = options.step([name for i, name in enumerate(options.parts) if i % 4])

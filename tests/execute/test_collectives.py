@@ -1,10 +1,10 @@
 """Reading collectives from HLO: kinds, bytes, groups, trips; what is unknown is an error; predicted beside compiled."""
 
 import functools
-import importlib
 
 import jax
 import pytest
+from problems import abstract
 
 import soapjax
 from soapjax.errors import SoapjaxError
@@ -94,8 +94,7 @@ def test_groups_and_shapes():
 
 @functools.cache
 def problem(dtype="float32"):
-    step, state, batch = importlib.import_module("models.mlp").make(batch=16, width=32, layers=2, features=16, dtype=dtype)
-    traced = soapjax.trace(step, state, batch)
+    traced = soapjax.trace(*abstract("mlp", batch=16, width=32, layers=2, features=16, dtype=dtype))
     return traced, planning_problem(traced, load_topology("cpu8"))
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from planned import Case
+from problems import abstract
 
 import soapjax
-from models import transformer_lm
 from soapjax.execute.spmd.planned_evaluator import bind_plan, mesh_of
 from soapjax.execute.spmd.resharder import reshard
 from soapjax.planning.entry import plan_of_strategy, planning_problem
@@ -96,7 +96,7 @@ def test_gathering_any_dim_keeps_the_order_in_memory(case, dim):
 
 def lowered(planner, **sizes):
     """A Transformer's step under a planner's strategy on CPUs, as it is given to XLA."""
-    step, *arguments = transformer_lm.make(batch=8, seq=8, width=16, layers=1, heads=2, vocab=32, **sizes)
+    step, *arguments = abstract("transformer_lm", batch=8, seq=8, width=16, layers=1, heads=2, vocab=32, **sizes)
     traced = soapjax.trace(step, *arguments)
     problem = planning_problem(traced, load_topology("cpu8"))
     strategy = get_planner(planner)(jax.random.key(0), problem, Budget()).best.strategy

@@ -5,8 +5,9 @@ import functools
 import jax
 import numpy as np
 import pytest
+from problems import abstract
 
-from models import mlp, transformer_lm
+from models import mlp
 from soapjax.execute.compiled.pipeline_proof import verify_pipeline
 from soapjax.execute.compiled.proof import verify
 from soapjax.execute.compiled.stream_inspection import inspect_stream
@@ -65,5 +66,5 @@ def test_stages_that_recompute_are_proven(schedule, stages, num):
 
 def test_what_an_earlier_stage_waits_for_is_not_put_off():
     """Not through a barrier either, behind which cotangents wait for what is recomputed: every part reads what others have made."""
-    arguments = transformer_lm.make(batch=8, seq=16, width=16, layers=4, heads=2, vocab=64)
+    arguments = abstract("transformer_lm", batch=8, seq=16, width=16, layers=4, heads=2, vocab=64)
     step_of_plan(*arguments, plan=pipeline_of(arguments, "zb-h1", 4, 4))

@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from problems import abstract
 
 import soapjax
-from models import transformer_lm
 from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.streams.stage_programs import step_of_plan
 from soapjax.execute.transfers.stacked_state import Stack
@@ -129,7 +129,7 @@ def test_a_pipeline_of_a_loop_trains_as_one_device(layers, stages, schedule):
 
 def test_memory_of_a_scanned_model_is_as_predicted():
     """Stages once held all layers' weights, of which the prediction knew nothing."""
-    made = transformer_lm.make(layers=2, width=64, heads=2, batch=8, seq=16, vocab=64, scan=True)
+    made = abstract("transformer_lm", layers=2, width=64, heads=2, batch=8, seq=16, vocab=64, scan=True)
     plan, _ = soapjax.plan_pipeline(*made, pipeline="1f1b", topology="cpu8", stages=2, microbatches=2, proposals=1)
     assert recost(plan, trace(*made, unroll=plan.unroll)).prediction == plan.prediction
     run = step_of_plan(*made, plan=plan).streamed

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from problems import abstract
 
-from models import transformer_lm
 from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import trace
@@ -62,7 +62,7 @@ def test_memory_is_as_predicted_and_rematerialisation_lowers_it_as_predicted(pro
 
 def test_a_stage_holds_copies_of_tied_parameters_and_its_sums_of_their_gradients():
     """The head reads the table, most of all memory, that the first stage holds: no less is predicted than is compiled."""
-    made = transformer_lm.make(batch=16, seq=16, width=64, layers=1, heads=4, vocab=8192, tie=True)
+    made = abstract("transformer_lm", batch=16, seq=16, width=64, layers=1, heads=4, vocab=8192, tie=True)
     problem = StageProblem(build_graph(trace(*made))[0], load_topology("cpu8"), num_stages=2, num_microbatches=NUM)
     end = len(problem.forward)
     choice = Choice("1f1b", NUM, (0, end // 2, end), (1, 1), (0, 0), (False, False))

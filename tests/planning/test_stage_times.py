@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 from balanced import balanced_pipeline
+from problems import abstract
 
 import soapjax
-from models import mlp
 from soapjax.graph.passes.build import build_graph
 from soapjax.planning.pipelining.stage_times import simulated_stages
 from soapjax.search.stages.stage_loads import StageLoads
@@ -20,7 +20,7 @@ LAYERS = 3  # on the first stage two of the hidden ones
 def test_sums_of_replicas_pay_the_latency_of_every_gradient_that_is_not_merged(topology, share):
     """Two kernels and two biases on three replicas: XLA for CPUs sums each by itself, for GPUs so small ones in one."""
     topology = load_topology(topology)
-    graph = build_graph(soapjax.trace(*mlp.make(batch=24, width=8, layers=LAYERS, features=8, classes=8)))[0]
+    graph = build_graph(soapjax.trace(*abstract("mlp", batch=24, width=8, layers=LAYERS, features=8, classes=8)))[0]
     pipeline = balanced_pipeline(graph, 4, num_microbatches=6, num_stages=2)
     first, last = (s.model_copy(update={"mesh": {"d0": 1}}) for s in pipeline.stages)
     stages = first.model_copy(update={"devices": (0, 1, 2), "replicas": 3}), last.model_copy(update={"devices": (3,)})
