@@ -137,12 +137,9 @@ def assert_right(step, schedule="1f1b", stages=2, num=4, chunks=1):
         assert float(metrics[name]) == pytest.approx(float(w), rel=1e-9)
 
 
-SUMS = ["weights of classes", "over what a cond makes"]  # of numbers that have no known parts: with a penalty, neither mean nor sum
-
-
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_weighted_mean_is_that_of_the_whole_batch(name):
-    assert_right(step_of(LOSSES[name], decay=0 if name in SUMS else 2**-7))
+    assert_right(step_of(LOSSES[name], decay=2**-7))
 
 
 LATER = {

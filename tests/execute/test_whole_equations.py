@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from balanced import balanced_pipeline
 from planned import topology_with
 
 import soapjax
@@ -16,6 +17,9 @@ from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.parts.microbatches import micro_step
 from soapjax.execute.streams.stage_programs import step_of_plan
 from soapjax.graph.batch import growth
+from soapjax.graph.passes.build import build_graph
+from soapjax.planning.pipelining.given_pipeline import pipelined
+from soapjax.strategy.pipeline import Pipeline, Stage
 
 BATCH = 8
 FOUR = topology_with(4)  # what an update makes of the batch is the same on any number: two stages have two devices each
@@ -114,7 +118,9 @@ def squares(p):
 UNLIKE = {
     "a sum and a penalty": lambda p, x, y: ((net(p, x) - y) ** 2).sum() + 0.1 * squares(p),
     "a sum over a fixed size, and a penalty": lambda p, x, y: ((net(p, x) - y) ** 2).sum() / BATCH + 0.1 * squares(p),
-    "a mean and a sum": lambda p, x, y: ((net(p, x) - y) ** 2).mean() + 0.01 * jnp.abs(net(p, x)).sum(),
+    "a mean, and a penalty over the size": lambda p, x, y: ((net(p, x) - y) ** 2).mean() + 0.1 * squares(p) / len(x),
+    "a sum and a penalty over the size": lambda p, x, y: (((net(p, x) - y) ** 2).sum() + 0.1 * squares(p)) / len(x),
+    "a mean and a sum": lambda p, x, y: ((net(p, x) - y) ** 2).mean() + 0.01 * jnp.abs(jnp.tanh(x @ p["a"])).sum(),
     "a share of the data": lambda p, x, y: ((net(p, x) - y) ** 2).mean() + x.shape[0] / 100 * squares(p),
     "a penalty of a mean's gradient": lambda p, x, y: ((net(p, x) - y) ** 2).mean()
     + (jax.grad(lambda x: net(p, x).mean())(x) ** 2).sum(-1).mean(),
@@ -122,19 +128,60 @@ UNLIKE = {
 
 
 @pytest.mark.parametrize("name", UNLIKE)
-def test_a_loss_that_is_neither_a_mean_nor_a_sum_is_refused(name):
-    """Of gradients: those of micro-batches give it neither in the mean nor in the sum."""
-    (s, x, y), grad = arguments(np.int32(0)), jax.jit(jax.grad(UNLIKE[name]))
-    parts = [grad(s["p"], *part) for part in zip(np.split(x, 2), np.split(y, 2), strict=True)]
-    added = jax.tree.map(lambda a, b: a + b, *parts)
-    for scale in (1, 0.5):
-        assert not np.allclose(grad(s["p"], x, y)["a"], scale * added["a"], rtol=1e-3)
+def test_a_loss_that_is_neither_a_mean_nor_a_sum_is_that_of_the_whole_batch(name, caplog):
+    """Gradients of micro-batches give it neither in the mean nor in the sum: one summand of two is scaled."""
+    (s, x, y), grad = arguments(np.int32(0)), jax.jit(jax.value_and_grad(UNLIKE[name]))
+    parts = [grad(s["p"], *part)[1] for part in zip(np.split(x, 4), np.split(y, 4), strict=True)]
+    added = sum(g["a"] for g in parts)
+    for scale in (1, 1 / 4):
+        assert not np.allclose(grad(s["p"], x, y)[1]["a"], scale * added, rtol=1e-3)
 
     def step(s, x, y):
-        return jax.tree.map(lambda p, g: p - 0.1 * g, s, grad(s, x, y))
+        loss, grads = grad(s, x, y)
+        return jax.tree.map(lambda p, g: p - 0.01 * g, s, grads), loss
 
+    assert_as_plain(step, (s["p"], x, y), **({"microbatches": 4} if "size" in name else PIPELINE | {"microbatches": 4}))
+    assert not caplog.records
+
+
+def test_a_sum_and_a_penalty_within_a_loop_are_refused():
+    def step(p, x, y):
+        def loss(p):
+            errors = ((net(p, x) - y) ** 2).T
+            return jax.lax.scan(lambda c, e: (c + (e * p["b"][0, 0]).sum() + 0.1 * p["b"][0, 0] ** 2, None), 0.0, errors)[0]
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, jax.grad(loss)(p))
+
+    s, x, y = arguments(np.int32(0))
     with pytest.raises(SoapjaxError, match="adds up what grows with the batch and what does not"):
         soapjax.soap_shard(step, topology="cpu8", proposals=8, microbatches=2)(s["p"], x, y)
+
+
+def test_of_two_losses_one_may_be_a_mean_and_the_other_a_sum():
+    def step(s, x, y):
+        a, grads = jax.value_and_grad(lambda p: ((net(p, x) - y) ** 2).mean())(s["p"])
+        b, others = jax.value_and_grad(lambda p: (net(p, x) ** 2).sum())(s["t"])
+        return jax.tree.map(lambda p, g: p - 0.01 * g, s, {"p": grads, "t": others}), (a, b)
+
+    s, x, y = arguments(np.int32(0))
+    assert_as_plain(step, ({k: s[k] for k in "pt"}, x, y), microbatches=2)
+
+
+def test_minibatches_of_a_sum_and_a_penalty_are_steps_of_their_own():
+    """Asynchronous pipelines update after each: nothing is scaled that others would add to."""
+
+    def step(p, x, y):
+        grads = jax.grad(UNLIKE["a sum and a penalty"])(p, x, y)
+        return jax.tree.map(lambda p, g: p - 0.01 * g, p, grads)
+
+    s, x, y = arguments(np.int32(0))
+    graph = build_graph(micro_step(step, s["p"], x, y, num_microbatches=2).step)[0]
+    (stage,) = balanced_pipeline(graph, 1, num_microbatches=2, num_stages=1).stages
+    pipeline = Pipeline(schedule="pipedream", num_microbatches=2, stages=(Stage(operators=stage.operators, devices=(0,)),))
+    found, wanted = pipelined(step, s["p"], x, y, pipeline=pipeline, topology="cpu8", donate=False)(s["p"], x, y), s["p"]
+    for part in zip(np.split(x, 2), np.split(y, 2), strict=True):
+        wanted = step(wanted, *part)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, wanted)
 
 
 def in_two_ways(h, n):
@@ -314,6 +361,7 @@ CHOICES = {
     "of a mean or nothing": lambda on, e, w: e.mean() + jax.lax.cond(on, lambda e: jnp.abs(e).mean(), lambda e: 0.0, e),
     "of a weighted mean or nothing": lambda on, e, w: over(w.sum(), (e * w).sum()),
     "of activations": lambda on, e, w: jax.lax.cond(on, jax.nn.relu, jnp.tanh, e).mean(),
+    "of a sum or a mean": lambda on, e, w: jax.lax.cond(on, lambda e: e.sum(), lambda e: e.mean(), e),
 }
 
 

@@ -71,7 +71,8 @@ def _by_micro_batch(step: PipelineStep, arguments: list[Any]) -> Reference:
     micro = step.micro
     _, binding = build_graph(micro.step)
     # What is recomputed has equations of its own, and so do these draw and divide.
-    one = OneDevice(dataclasses.replace(micro.step, traced_program=None), gradient_ids(micro.step, binding), micro.draws)
+    gradients = gradient_ids(micro.step, binding)
+    one = OneDevice(dataclasses.replace(micro.step, traced_program=None), gradients, micro.draws)
     outputs = micro.step.program.outputs
     hows = [joining(micro, v, step.reduction) if isinstance(v, int) else None for v in outputs]
 
@@ -85,14 +86,14 @@ def _by_micro_batch(step: PipelineStep, arguments: list[Any]) -> Reference:
             for k in micro.batch_leaves:
                 mine[k] = np.split(np.asarray(arguments[k]), micro.num_microbatches)[m]
             parts.append(one(mine, is_float64=is_float64, number=m, whole=whole))
-        return _joined(parts, hows, step.reduction)
+        return _joined(parts, hows, [joining(micro, v, step.reduction, is_gradient=True) for v in gradients])
 
     return Reference(run(arguments), run(arguments, is_float64=True), run, arguments)
 
 
-def _joined(parts: list[Numbers], hows: list[Joining | None], reduction: str) -> Numbers:
+def _joined(parts: list[Numbers], hows: list[Joining | None], of_gradients: list[Joining | None]) -> Numbers:
     def join(values: list[Any], how: Joining | None) -> Any:
         return values[-1] if how is None or values[0] is None else how.of(values, np)
 
     outputs = [join([p[0][k] for p in parts], how) for k, how in enumerate(hows)]
-    return outputs, [join([p[1][k] for p in parts], Joining(reduction)) for k in range(len(parts[0][1]))]
+    return outputs, [join([p[1][k] for p in parts], how) for k, how in enumerate(of_gradients)]

@@ -69,6 +69,7 @@ def found_reduction(
     found = [(path, s) for path, v in gradients if (s := micro.growth.of(v)) is not None]
     _check_growth(found, is_asked_for=is_asked_for or not micro.growth.is_known)
     powers = {s.power for _, s in found if not s.is_zero}
+    is_either = reduction == "auto"  # of two losses one may be a mean, and the other a sum (see `joining`)
     reduction = ("sum" if powers == {1.0} else "mean") if reduction == "auto" else reduction
     wanted = {"mean": 0.0, "sum": 1.0}[reduction]
     if not micro.growth.is_known and micro.num_microbatches > 1:
@@ -76,7 +77,10 @@ def found_reduction(
         warn_once("with %s the step is another program: that its micro-batches add up to the whole batch is trusted", part)
     if micro.growth.is_known:
         _check_samples(micro, [v for _, v in gradients])
-    other = [(path, s.power) for path, s in found if s.power is not None and not s.is_zero and s.power != wanted]
+    other = [
+        (path, s.power) for path, s in found
+        if s.power is not None and not s.is_zero and s.power != wanted and not (is_either and s.power in (0.0, 1.0))
+    ]  # fmt: skip
     if other and reduction == "mean" and all(p == 0.0 or p == 1.0 for _, p in other):
         value = f"'mean', and the gradient of {other[0][0]!r} (and {len(other) - 1} more) is a sum over the batch"
         raise SoapjaxError(Problem(_PLACE, value, "a loss that is a mean over the batch", f"say {_PLACE}='sum', or take the mean"))
@@ -208,9 +212,10 @@ def joining(micro: MicroStep, value: int, reduction: str, *, is_gradient: bool =
     """How one value of every micro-batch becomes the value of the step; None where that is not known."""
     if micro.num_microbatches == 1:
         return Joining("sum")
-    if is_gradient:
-        return Joining(reduction)
     scaling = micro.growth.of(value)
+    if is_gradient:
+        is_known = scaling is not None and not scaling.is_zero and scaling.power in (0.0, 1.0)
+        return Joining(reduction if not is_known else "sum" if scaling.power else "mean")
     if dims := micro.growth.sample_dims(value):
         is_number = jax.dtypes.issubdtype(micro.step.program.avals[value].dtype, np.inexact)
         power = scaling.power if scaling is not None and is_number else 0.0

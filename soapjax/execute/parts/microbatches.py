@@ -24,10 +24,10 @@ import jax
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.parts.cut import phase_of
-from soapjax.graph.batch.batch_scaling import are_alike
 from soapjax.graph.batch.draws import draws_alike
 from soapjax.graph.batch.growth import Growth, growth_of
 from soapjax.graph.batch.sample_mixing import SampleMixing
+from soapjax.graph.batch.two_traces import are_alike
 from soapjax.graph.batch.whole_batch import BatchStatistic
 from soapjax.graph.batch.whole_equations import consts_of_whole, equations_of_whole
 from soapjax.graph.passes.build import Binding, build_graph

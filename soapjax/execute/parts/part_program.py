@@ -222,7 +222,7 @@ def keys_in(part: Part, keys: Collection[str]) -> list[str]:
 def jit_part(
     place: Place, part: Part, *, added: Sequence[Accumulated] = (), shares: Sequence[int] = (), draws: Collection[str] = (),
     whole: Collection[str] = (), out_shardings: dict[int, NamedSharding] | None = None, donated: Sequence[int] = (),
-    is_pass: bool = False,
+    is_pass: bool = False, adds_up: bool = True,
 ) -> Callable[..., tuple[Any, ...]]:  # fmt: skip
     """`(*values, *sums) -> (*outputs, *new sums, *shares)`, jitted on the place's mesh.
 
@@ -236,13 +236,14 @@ def jit_part(
       out_shardings: layouts of outputs that are not laid out as `place` keeps them.
       donated: inputs whose memory an output may take.
       is_pass: as for `evaluate_part`.
+      adds_up: as for `OfMicroBatch`.
     """
 
     def fn(*arguments: Any) -> tuple[Any, ...]:
         rest = iter(arguments)
         values, sums = {v: next(rest) for v in part.inputs}, [next(rest) for _ in added]
         stacked = {a.value: StackedSum(a, s) for a, s in zip(added, sums, strict=True) if a.rows}
-        own = OfMicroBatch(draws, next(rest) if draws else None, {k: next(rest) for k in whole}, stacked)
+        own = OfMicroBatch(draws, next(rest) if draws else None, {k: next(rest) for k in whole}, stacked, adds_up)
         env = evaluate_part(place, part, values, own, is_pass)
         sums = [
             stacked[a.value].finish(rows_added(part, a.value), env) if a.rows else a.added(s, env[a.value])

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.parts.cut import Part, depends_on, keys_of, make_part, phase_of, read_at, tasks_of, with_outputs
 from soapjax.execute.parts.microbatches import MicroStep
+from soapjax.graph.batch.unlike_sums import SCALES
 from soapjax.graph.batch.whole_equations import as_whole
 from soapjax.graph.lifespans import kept_between_passes, kept_for_result, lifetimes, makers
 from soapjax.graph.operators import OperatorGraph
@@ -177,7 +178,8 @@ class Cutter:
     def summands(self, value: int) -> list[int]:
         """A sum of gradients, taken apart as long as its terms come from several stages."""
         eqn = self.made_by.get(value)
-        if eqn is not None and eqn.name in ("add_any", "add") and all(isinstance(a, int) for a in eqn.inputs):
+        is_sum = eqn is not None and eqn.name in ("add_any", "add") and SCALES not in eqn.params
+        if eqn is not None and is_sum and all(isinstance(a, int) for a in eqn.inputs):
             terms = [t for a in eqn.inputs for t in self.summands(a)]
             if len({self.value_stage.get(t) for t in terms}) > 1 and all(t in self.value_stage for t in terms):
                 return terms

@@ -19,6 +19,7 @@ from soapjax.execute.spmd.max_pool import pool_gradient
 from soapjax.execute.spmd.promotion import high, promote, promoted_bind, results_of
 from soapjax.execute.spmd.slicing import block_slice
 from soapjax.graph.batch.draws import is_key
+from soapjax.graph.batch.unlike_sums import SCALES, as_plain
 from soapjax.graph.passes.phases import module_path
 from soapjax.graph.rules.pools import is_made_of_choices
 from soapjax.graph.trace.program import Atom, FlatEqn, Program, flatten
@@ -34,12 +35,14 @@ class OfMicroBatch(NamedTuple):
     draws: equations (keys) that draw random numbers for the micro-batch `number`, with it folded into their keys.
     whole: equation (key) -> what it passes on of the whole batch.
     sums: running sums, by stack, of what loops make in every trip; each has its new total afterwards.
+    adds_up: whether what it makes is added to what others make, and is no step of its own (graph/batch/unlike_sums.py).
     """
 
     draws: Collection[str] = ()
     number: Any = None
     whole: Mapping[str, Any] = MappingProxyType({})
     sums: Mapping[int, RunningSum] = MappingProxyType({})
+    adds_up: bool = True
 
 
 class RunningSum(Protocol):
@@ -133,6 +136,8 @@ class ProgramEvaluator:
             return [self._own.whole[eqn.key]]
         if eqn.key in self._own.draws:
             inputs = [_numbered(x, self._own.number) for x in inputs]
+        if SCALES in params:
+            inputs, params = as_plain(inputs, params, is_scaled=self._own.adds_up)
         if eqn.name == "dynamic_slice":
             return [block_slice(inputs[0], inputs[1:], params["slice_sizes"])]
         if eqn.name == "device_put" and not any(eqn.params["devices"]):

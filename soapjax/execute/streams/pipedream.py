@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.parts.cut import Part, make_part, phase_of, read_at, sent_on
-from soapjax.execute.parts.joinings import joining
+from soapjax.execute.parts.joinings import Joining, joining
 from soapjax.execute.parts.microbatches import MicroStep
 from soapjax.execute.parts.part_program import Place, evaluate_part, finished, jit_part, keys_in
 from soapjax.execute.parts.stage_cut import cut_stages
@@ -120,7 +120,10 @@ class PipeDreamStep(MicroBatched):
         gradients = {v for _, v in self.cut.gradients}
         self._how = {}
         for c in self.cut.crossings:
-            self._how[c.value] = how = joining(self.micro, c.value, "mean", is_gradient=c.value in gradients)
+            # Of a gradient the mean over a stage's replicas, whatever the loss is of a minibatch.
+            is_mean = c.value in gradients and self.micro.num_microbatches > 1
+            how = Joining("mean") if is_mean else joining(self.micro, c.value, "mean")
+            self._how[c.value] = how
             if how is None or how.how == "join":
                 value = f"a value of shape {self.program.avals[c.value].shape} per minibatch"
                 raise SoapjaxError(Problem("schedule 'pipedream'", value, "metrics that can be averaged", "return means alone"))
@@ -136,7 +139,7 @@ class PipeDreamStep(MicroBatched):
         self._emit_state(out)
         version = [0] * len(self.places)
         passes = {
-            (kind, part.place, q): (part, jit_part(place, part, shares=self._shares(part), draws=self.micro.draws))
+            (kind, part.place, q): (part, jit_part(place, part, shares=self._shares(part), draws=self.micro.draws, adds_up=False))
             for kind, parts in (("forward", cut.forward), ("backward", cut.backward))
             for part in parts
             for q, place in enumerate(self.places[part.place])

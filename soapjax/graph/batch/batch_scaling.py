@@ -9,13 +9,16 @@ a batch dim are told by their shapes.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from soapjax.graph.batch.chunks import added_up, chunked, has_more_trips
-from soapjax.graph.trace.program import Atom, FlatEqn, Program, flatten
+from soapjax.graph.batch.two_traces import are_alike, branches_of, sample_dims
+from soapjax.graph.batch.unlike_sums import Lacks
+from soapjax.graph.trace.program import Atom, FlatEqn, Program
 
 
 class Scaling(NamedTuple):
@@ -67,70 +70,25 @@ def exponent_of(eqn: FlatEqn) -> float:
 
 
 def scalings(
-    small: Program, large: Program, factor: float, known: Mapping[int, float] | None = None, batch: Collection[int] = ()
-) -> dict[int, Scaling]:
+    small: Program, large: Program, factor: float, known: Mapping[int, float] | None = None, batch: Collection[int] = (),
+    lacks: Lacks | None = None, may_scale: Callable[[str], bool] = lambda key: True,
+) -> dict[int, Scaling]:  # fmt: skip
     """The scaling of every value of `small`, all nesting levels included; empty where the programs differ in structure.
 
     Args:
       large: the same step with a batch `factor` times as large.
       known: powers of values that nothing makes: statistics of the whole batch. What divides by these, or by what every sample has
         of them and of the inputs `batch` alone, makes no ratio.
+      lacks: gets what summands of gradients, and branches, are to be scaled by to grow alike (unlike_sums.py); they are taken to
+        grow so then. Where it is None they are of unknown growth.
+      may_scale: whether that can be done at an equation (key).
     """
-    return _Scaler(small, large, factor, known or {}, batch).run() if are_alike(small, large) else {}
-
-
-def are_alike(small: Program, large: Program) -> bool:
-    """Whether two traces have the same equations, by name, with the same values."""
-    ours, theirs = list(small.walk()), list(large.walk())
-    return len(ours) == len(theirs) and all(
-        (a.name, a.outputs, len(a.inputs)) == (b.name, b.outputs, len(b.inputs))
-        for (a, _), (b, _) in zip(ours, theirs, strict=True)
-    )
-
-
-def branches_of(eqn: FlatEqn, other: FlatEqn) -> Iterator[tuple[Program, Program]]:
-    """The programs of the branches of a `cond`, in two traces."""
-    for pair in zip(eqn.params["branches"], other.params["branches"], strict=True):
-        small, large = (flatten(b, stack=eqn.stack) for b in pair)
-        yield small, large
-
-
-def has_other_literals(a: FlatEqn, b: FlatEqn) -> bool:
-    """Whether two equations that are alike have other numbers among their operands."""
-
-    def is_other(x: Atom, y: Atom) -> bool:
-        if isinstance(x, int) or isinstance(y, int):
-            return False
-        return not np.array_equal(np.asarray(x.val), np.asarray(y.val), equal_nan=np.asarray(x.val).dtype.kind == "f")
-
-    return any(map(is_other, a.inputs, b.inputs)) or any(map(_have_other_literals, _jaxprs(a.params), _jaxprs(b.params)))
-
-
-def _jaxprs(params: Mapping[str, Any]) -> list[Any]:
-    """Those of an equation's parameters, as of the branches of a `cond`."""
-    values = [x for v in params.values() for x in (v if isinstance(v, tuple | list) else (v,))]
-    return [getattr(x, "jaxpr", x) for x in values if hasattr(x, "eqns")]
-
-
-def _have_other_literals(a: Any, b: Any) -> bool:
-    """As `has_other_literals`, of two jaxprs."""
-
-    def numbers(jaxpr: Any) -> Iterator[np.ndarray]:
-        atoms = [*(v for e in jaxpr.eqns for v in e.invars), *jaxpr.outvars]
-        yield from (np.asarray(v.val) for v in atoms if hasattr(v, "val"))
-        for inner in (j for e in jaxpr.eqns for j in _jaxprs(e.params)):
-            yield from numbers(inner)
-
-    pairs = zip(numbers(a), numbers(b), strict=False)
-    return any(not np.array_equal(x, y, equal_nan=x.dtype.kind == "f") for x, y in pairs)
-
-
-def sample_dims(small: Program, large: Program, atom: Atom) -> tuple[int, ...]:
-    """Dims of a value that grow with the batch."""
-    if not isinstance(atom, int):
-        return ()
-    a, b = small.avals[atom].shape, large.avals[atom].shape
-    return tuple(d for d in range(len(a)) if len(a) == len(b) and a[d] != b[d])
+    if not are_alike(small, large):
+        return {}
+    scaler = _Scaler(small, large, factor, known or {}, batch)
+    if lacks is not None:
+        scaler.lacks, scaler.may_scale = lacks, may_scale
+    return scaler.run()
 
 
 class _Scaler:
@@ -145,6 +103,8 @@ class _Scaler:
         self.smooth = set(self.data)  # of the data's values, not only of how they compare
         self.to_samples = self.read_by_samples()
         self.made_by = {o: eqn for eqn in small.leaves for o in eqn.outputs}
+        self.lacks: Lacks | None = None
+        self.may_scale: Callable[[str], bool] = lambda key: False
 
     def run(self) -> dict[int, Scaling]:
         self.block(self.small, self.large)
@@ -206,6 +166,8 @@ class _Scaler:
 
     def equation(self, eqn: FlatEqn, other: FlatEqn) -> Scaling:
         inputs = [self.read(a, b) for a, b in zip(eqn.inputs, other.inputs, strict=True)]
+        if is_backward(eqn) and self.adds_unlike(eqn, inputs) and self.may_be_scaled(eqn):
+            inputs = self.alike_summands(eqn, inputs)
         found = self.grown(eqn, inputs)
         if found.is_zero:
             return found
@@ -222,6 +184,21 @@ class _Scaler:
     def adds_unlike(self, eqn: FlatEqn, inputs: list[Scaling]) -> bool:
         powers = {s.power for s in inputs if not s.is_zero}
         return eqn.name in ("add", "sub", "add_any") and None not in powers and len(powers) > 1
+
+    def may_be_scaled(self, eqn: FlatEqn) -> bool:
+        is_number = all(jax.dtypes.issubdtype(self.small.avals[o].dtype, np.inexact) for o in eqn.outputs)
+        return self.lacks is not None and "." not in eqn.key and is_number and self.may_scale(eqn.key)
+
+    def alike_summands(self, eqn: FlatEqn, inputs: list[Scaling]) -> list[Scaling]:
+        """Summands that grow differently as they grow when scaled: as that of the data does, or as a mean."""
+        if not all(isinstance(a, int) for a in eqn.inputs):
+            return inputs
+        of_data = [s.power for a, s in zip(eqn.inputs, inputs, strict=True) if a in self.data] or [s.power for s in inputs]
+        power = min(of_data, key=abs)
+        for j, s in enumerate(inputs):
+            if s.power != power:
+                self.lacks[eqn.key, j] = (s.power - power,)
+        return [s._replace(power=power) for s in inputs]
 
     def extreme(self, eqn: FlatEqn, inputs: list[Scaling]) -> str:
         kind = _EXTREMES.get(eqn.name, "")
@@ -340,7 +317,17 @@ class _Scaler:
         for k, o in enumerate(eqn.outputs):
             if any(own[k] for _, own in branches) and all(own[k] or found[k].is_zero for found, own in branches):
                 self.own.add(o)
-        return [_of_either(found) for found in zip(*(found for found, _ in branches), strict=True)]
+        each = [list(found) for found in zip(*(found for found, _ in branches), strict=True)]
+        return [_of_either(self.alike_branches(eqn, k, found)) for k, found in enumerate(each)]
+
+    def alike_branches(self, eqn: FlatEqn, k: int, found: list[Scaling]) -> list[Scaling]:
+        """What branches give as result `k` as it grows when scaled: as what grows most does."""
+        powers = {s.power for s in found if not s.is_zero}
+        if len(powers) < 2 or None in powers or not self.may_be_scaled(eqn):
+            return found
+        power = max(powers)
+        self.lacks[eqn.key, k] = tuple(0.0 if s.is_zero else s.power - power for s in found)
+        return [s if s.is_zero else s._replace(power=power) for s in found]
 
     def branch(self, eqn: FlatEqn, other: FlatEqn, small: Program, large: Program) -> tuple[list[Scaling], list[bool]]:
         """How the results of one branch grow, unknown where its two traces differ; and which of them all samples have alike."""

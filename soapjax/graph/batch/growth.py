@@ -16,8 +16,10 @@ import jax
 
 from soapjax.errors import SoapjaxError
 from soapjax.graph.batch.batch_means import after_means
-from soapjax.graph.batch.batch_scaling import UNKNOWN, Scaling, has_other_literals, is_backward, sample_dims, scalings
+from soapjax.graph.batch.batch_scaling import UNKNOWN, Scaling, is_backward, scalings
 from soapjax.graph.batch.sample_mixing import SampleMixing
+from soapjax.graph.batch.two_traces import has_other_literals, sample_dims
+from soapjax.graph.batch.unlike_sums import Lacks, scaled
 from soapjax.graph.batch.whole_batch import (
     BatchStatistic,
     Read,
@@ -47,6 +49,7 @@ class Growth:
     whole: where `small` reads a number that is to be the whole batch's -> its value, and the power by which it grows. In `small`
       and `large` others, which nothing makes, stand for these.
     running: equations of `small` that make numbers of the whole batch of statistics and of state.
+    lacks: by which powers of the batch summands of `small` are to be scaled, that they grow alike (unlike_sums.py).
     """
 
     small: Program
@@ -57,6 +60,7 @@ class Growth:
     equations: dict[str, str] | None = None
     whole: Mapping[Read, tuple[int, float]] = dataclasses.field(default_factory=dict)
     running: frozenset[str] = frozenset()
+    lacks: Mapping[tuple[str, int], tuple[float, ...]] = dataclasses.field(default_factory=dict)
 
     @property
     def is_known(self) -> bool:
@@ -166,6 +170,8 @@ class Growth:
     def with_whole(self, program: Program, num: int) -> tuple[Program, dict[str, BatchStatistic]]:
         """The step's program, in which the numbers of `whole` are passed on; by equation (key) what it hands to `num` parts."""
         mine = {(k if self.equations is None else self.equations[k], j): found for (k, j), found in self.whole.items()}
+        lacks = {(k if self.equations is None else self.equations[k], j): powers for (k, j), powers in self.lacks.items()}
+        program = scaled(program, lacks, num)
         made, keys = passed_on(program, {read: power for read, (_, power) in mine.items()})
         return made, {key: BatchStatistic(mine[read][0], num**-power) for key, (read, power) in keys.items()}
 
@@ -287,8 +293,10 @@ def _with_statistics(
     given = {read: ids[of] for read, of in whole.items()}
     of_small, of_large = ({k: program.avals[v] for (v, _), k in ids.items()} for program in (one, more))
     one, more = with_given(one, given, of_small), with_given(more, given, of_large)
-    powers = {k: power for (_, power), k in ids.items()}
-    return Growth(one, more, scalings(one, more, factor, powers, batch), batch, equations=equations, whole=whole)
+    powers, lacks = {k: power for (_, power), k in ids.items()}, Lacks()
+    may_scale = lambda key: equations is None or key in equations  # noqa: E731
+    found = scalings(one, more, factor, powers, batch, lacks, may_scale)
+    return Growth(one, more, found, batch, equations=equations, whole=whole, lacks=lacks)
 
 
 def _read_for_results(scaling: Mapping[int, Scaling], step: Program, reads: Collection[Read]) -> set[Read]:

@@ -29,9 +29,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import jax
 import numpy as np
 
-from soapjax.graph.batch.batch_scaling import are_alike, branches_of, is_backward
+from soapjax.graph.batch.batch_scaling import is_backward
 from soapjax.graph.batch.chunks import chained, chunked, has_more_trips
 from soapjax.graph.batch.draws import is_key
+from soapjax.graph.batch.two_traces import are_alike, branches_of
 from soapjax.graph.rules.heavy_rules import POOLS, SCATTERS
 from soapjax.graph.rules.light_rules import ALONG
 from soapjax.graph.trace.dataflow import follow, needed_for

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from soapjax.graph.batch.batch_scaling import are_alike, has_other_literals
 from soapjax.graph.batch.growth import corresponding
+from soapjax.graph.batch.two_traces import are_alike, has_other_literals
 from soapjax.graph.trace.program import FlatEqn, Program
 
 _PLAIN = (int, float, str, tuple, type(None))

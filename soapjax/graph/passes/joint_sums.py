@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import TypeGuard
 
+from soapjax.graph.batch.unlike_sums import SCALES
 from soapjax.graph.passes.units import ADDITIONS, Unit, is_relayout
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
 from soapjax.graph.trace.values import Alias, Values
@@ -62,7 +63,8 @@ class _Finder:
     def is_addition(self, eqn: FlatEqn) -> bool:
         """Of two values of one shape and dtype."""
         avals = [self.program.aval(a) for a in (*eqn.inputs, *eqn.outputs)]
-        return eqn.name in ADDITIONS and len({(a.shape, a.dtype) for a in avals}) == 1
+        is_plain = eqn.name in ADDITIONS and SCALES not in eqn.params
+        return is_plain and len({(a.shape, a.dtype) for a in avals}) == 1
 
     def is_private(self, atom: Atom, reader: FlatEqn) -> TypeGuard[int]:
         if not isinstance(atom, int) or self.values.of(atom) != Alias(atom, 0):
