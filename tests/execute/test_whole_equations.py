@@ -201,6 +201,19 @@ def test_a_number_of_samples_that_is_the_same_for_any_batch_is_refused(takes):
         soapjax.soap_shard(step, topology="cpu8", proposals=8, microbatches=2)(s["p"], x, y)
 
 
+@pytest.mark.parametrize("first", [2, BATCH // 2])
+def test_a_loss_without_its_first_samples_is_refused(first):
+    """A micro-batch would lack as many, or have none left."""
+
+    def step(p, x, y):
+        grads = jax.grad(lambda p: ((net(p, x) - y) ** 2)[first:].mean())(p)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads)
+
+    s, x, y = arguments(np.int32(0))
+    with pytest.raises(SoapjaxError, match=r"test_whole_equations.py:\d+ .*(by their place|or takes such).*use one micro-batch"):
+        soapjax.soap_shard(step, topology="cpu8", proposals=8, microbatches=2)(s["p"], x, y)
+
+
 def test_a_loss_of_unknown_growth_is_warned_of(caplog):
     def step(p, x, y):
         grads = jax.grad(lambda p: (((net(p, x) - y) ** 2).mean(-1) / jnp.log(x.shape[0])).mean())(p)

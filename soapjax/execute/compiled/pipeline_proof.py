@@ -83,8 +83,8 @@ def _by_micro_batch(step: PipelineStep, arguments: list[Any]) -> Reference:
         whole = dict(zip(statistics.keys, found, strict=True))
         for m in range(micro.num_microbatches):
             mine = list(arguments)
-            for k in micro.batch_leaves:
-                mine[k] = np.split(np.asarray(arguments[k]), micro.num_microbatches)[m]
+            for k, d in zip(micro.batch_leaves, micro.batch_dims, strict=True):
+                mine[k] = np.split(np.asarray(arguments[k]), micro.num_microbatches, axis=d)[m]
             parts.append(one(mine, is_float64=is_float64, number=m, whole=whole))
         return _joined(parts, hows, [joining(micro, v, step.reduction, is_gradient=True) for v in gradients])
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from soapjax.execute.parts.batch_axes import joined
 from soapjax.execute.parts.microbatches import MicroStep
 from soapjax.execute.spmd.evaluator import ProgramEvaluator
 from soapjax.graph.batch.whole_batch import part_for
@@ -23,6 +24,7 @@ class BatchStatistics:
         self.keys, self._wanted = keys, [micro.whole[k] for k in keys]
         whole = micro.full.program
         self._program, read = part_for(whole, [w.value for w in self._wanted])
+        self._dims = dict(zip(micro.batch_leaves, micro.batch_dims, strict=True))
         self.leaves = [k for k in micro.batch_leaves if whole.inputs[k] in read]
         self.state = [k for k, v in enumerate(whole.inputs) if v in read and k not in micro.batch_leaves]
         self._evaluator = ProgramEvaluator(self._program, is_float64=is_float64)
@@ -39,7 +41,7 @@ class BatchStatistics:
         """`(*micro-batches of `leaves`, stacked, *`state`) -> numbers`, each laid out as `sharding`."""
 
         def statistics(*given: Any) -> tuple[Any, ...]:
-            batch = {k: x.reshape(-1, *x.shape[2:]) for k, x in zip(self.leaves, given, strict=False)}
+            batch = {k: joined(x, self._dims[k]) for k, x in zip(self.leaves, given, strict=False)}
             return tuple(self.of_batch(batch | dict(zip(self.state, given[len(batch) :], strict=True))))
 
         return jax.jit(statistics, out_shardings=(sharding,) * len(self._wanted))

@@ -31,6 +31,7 @@ _STATISTIC = (
 _ORDER = "%s puts samples in order, or reads them by their place: each micro-batch does so with its own alone"
 _UNKNOWN = "how the gradient of %s grows with the batch is not known: that the loss is a mean over it is trusted"
 _PLACE = "microbatch_reduction"
+_TIME = "use one micro-batch, or plan without a pipeline; where that dim is time, or counts edges, give data with the batch first"
 
 
 class Joining(NamedTuple):
@@ -75,8 +76,11 @@ def found_reduction(
     if not micro.growth.is_known and micro.num_microbatches > 1:
         part = f"{micro.batch_size // micro.num_microbatches} of {micro.batch_size} samples"
         warn_once("with %s the step is another program: that its micro-batches add up to the whole batch is trusted", part)
+    unknown = [path for path, s in found if s.power is None and not s.is_zero]
     if micro.growth.is_known:
-        _check_samples(micro, [v for _, v in gradients])
+        _check_samples(micro, [v for _, v in gradients], _named(unknown) if unknown and is_either else "")
+    if unknown:
+        warn_once(_UNKNOWN, _named(unknown))
     other = [
         (path, s.power) for path, s in found
         if s.power is not None and not s.is_zero and s.power != wanted and not (is_either and s.power in (0.0, 1.0))
@@ -92,39 +96,40 @@ def found_reduction(
 
 
 def _check_growth(found: Sequence[tuple[str, Scaling]], *, is_asked_for: bool) -> None:
-    """Refuses gradients (path, scaling) that do not add up, and warns of what is not known.
+    """Refuses gradients (path, scaling) that do not add up, and where nobody asked for micro-batches also what is not known.
 
     Raises: SoapjaxError.
     """
-
-    def named(paths: Sequence[str]) -> str:
-        return f"{paths[0]!r}" + (f" (and {len(paths) - 1} more)" if len(paths) > 1 else "")
-
     if ratios := [path for path, s in found if s.is_ratio]:
-        value = f"the gradient of {named(ratios)} is divided by a sum over the batch's results"
+        value = f"the gradient of {_named(ratios)} is divided by a sum over the batch's results"
         expected = "a loss divided by a constant, or by what is made of the batch alone, as a sum of its weights is"
         remedy = "divide by a fixed count (the batch size, say), or use one micro-batch"
         raise SoapjaxError(Problem(_PLACE, value, expected, remedy))
     if extremes := [path for path, s in found if s.extreme]:
-        value = f"the gradient of {named(extremes)} is the largest or least value of a batch"
+        value = f"the gradient of {_named(extremes)} is the largest or least value of a batch"
         expected = "gradients that add up: micro-batches have other ones (as fp8's scales)"
         raise SoapjaxError(Problem(_PLACE, value, expected, "use one micro-batch, or plan without a pipeline"))
     if mixed := [path for path, s in found if s.is_mixed]:
-        value = f"the gradient of {named(mixed)} adds up what grows with the batch and what does not"
+        value = f"the gradient of {_named(mixed)} adds up what grows with the batch and what does not"
         expected = "a loss that is all a mean over the batch, or all a sum: a sum beside a penalty of the weights, say, is neither"
         remedy = "make the errors a mean over the batch, with no size of the batch in the penalty; or use one micro-batch"
         raise SoapjaxError(Problem(_PLACE, value, expected, remedy))
-    if unknown := [path for path, s in found if s.power is None and not s.is_zero]:
-        if not is_asked_for:
-            value = f"how the gradient of {named(unknown)} grows with the batch is not known"
-            remedy = "say how many micro-batches, if that will do"
-            raise SoapjaxError(Problem(_PLACE, value, "a mean over the batch, or a sum", remedy))
-        warn_once(_UNKNOWN, named(unknown))
+    unknown = [path for path, s in found if s.power is None and not s.is_zero]
+    if unknown and not is_asked_for:
+        value = f"how the gradient of {_named(unknown)} grows with the batch is not known"
+        remedy = "say how many micro-batches, if that will do"
+        raise SoapjaxError(Problem(_PLACE, value, "a mean over the batch, or a sum", remedy))
 
 
-def _check_samples(micro: MicroStep, gradients: Sequence[int]) -> None:
+def _named(paths: Sequence[str]) -> str:
+    return f"{paths[0]!r}" + (f" (and {len(paths) - 1} more)" if len(paths) > 1 else "")
+
+
+def _check_samples(micro: MicroStep, gradients: Sequence[int], unknown: str) -> None:
     """Refuses, or warns of, what mixes samples in the making of gradients (graph/batch/sample_mixing.py).
 
+    Args:
+      unknown: gradients of which it is not known how they grow: no more than a warning would be too little then.
     Raises: SoapjaxError.
     """
     mixing = micro.growth.mixing(gradients)
@@ -132,23 +137,38 @@ def _check_samples(micro: MicroStep, gradients: Sequence[int]) -> None:
         value = f"the loss is made of a value of shape {list(mixing.shape(pairs))}, every sample with every other"
         expected = "a loss of every sample by itself, or a mean: micro-batches have fewer pairs"
         raise SoapjaxError(Problem(_PLACE, value, expected, "use one micro-batch, or plan without a pipeline"))
-    if (fixed := mixing.fixed_rows()) is not None:
-        value = f"the loss joins a fixed number of samples to others ({fixed.source}: {list(mixing.shape(fixed))})"
-        expected = "a share of the batch: of a micro-batch a fixed number is a larger share"
-        raise SoapjaxError(Problem(_PLACE, value, expected, "slice by the batch's own size, or use one micro-batch"))
     if (read := mixing.by_number()) is not None:
         at = f"{read.source}: {list(mixing.shape(read))}"
         value = f"samples are read, or added to, by numbers that come with the batch, or are the same for any batch ({at})"
         expected = "a loss of every sample by itself: the numbers count those of the whole batch"
         raise SoapjaxError(Problem(_PLACE, value, expected, "use one micro-batch, or plan without a pipeline"))
+    if (fixed := mixing.fixed_rows() or mixing.emptied()) is not None:
+        value = f"the loss joins a fixed number of samples to others, or takes such ({fixed.source}: {list(mixing.shape(fixed))})"
+        expected = f"a share of the batch, which is {_batch_of(micro)}: of a micro-batch a fixed number is a larger share"
+        raise SoapjaxError(Problem(_PLACE, value, expected, f"slice by the batch's own size, or {_TIME}"))
     if (chain := mixing.chain()) is not None:
         value = f"a loop over the batch hands on more than sums from one chunk of it to the next ({chain.source or chain.name})"
-        expected = "a loop that adds up what it makes of every chunk: one of micro-batches begins anew with each"
-        raise SoapjaxError(Problem(_PLACE, value, expected, "use one micro-batch, or plan without a pipeline"))
-    if (statistic := mixing.statistic()) is not None:
+        expected = f"a loop that adds up what it makes of every chunk of the batch, which is {_batch_of(micro)}"
+        raise SoapjaxError(Problem(_PLACE, value, expected, _TIME))
+    statistic, moved = mixing.statistic(), mixing.order()
+    if unknown and (found := moved or micro.growth.no_sum(gradients)) is not None:
+        does = "reads samples by their place" if moved is not None else "makes of a sum over the batch what is no sum"
+        at = f"{found.source or found.name} ({found.name}: {list(mixing.shape(found))})"
+        value = f"{at} {does}, and how the gradient of {unknown} grows with the batch is not known"
+        expected = f"a loss of every sample by itself, a mean over the batch or a sum; the batch is {_batch_of(micro)}"
+        remedy = _TIME + f"; {_PLACE}='mean' trusts that it is a mean"
+        raise SoapjaxError(Problem(_PLACE, value, expected, remedy))
+    if statistic is not None:
         warn_once(_STATISTIC, f"{statistic.source or statistic.name} ({list(mixing.shape(statistic))})")
-    if (moved := mixing.order()) is not None:
+    if moved is not None:
         warn_once(_ORDER, f"{moved.source or moved.name} ({moved.name}: {list(mixing.shape(moved))})")
+
+
+def _batch_of(micro: MicroStep) -> str:
+    """Which dim of which arguments is cut."""
+    dims = [(micro.full.in_paths[k], d) for k, d in zip(micro.batch_leaves, micro.batch_dims, strict=True)]
+    of_first = [path for path, d in dims if d == dims[0][1]]
+    return f"dim {dims[0][1]} of {', '.join(of_first[:3])}" + (", ..." if len(of_first) > 3 else "")
 
 
 @functools.lru_cache(256)  # a plan that is checked is made more than once

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.parts.batch_axes import batch_leaves, second_dims
 from soapjax.execute.parts.cut import phase_of
 from soapjax.graph.batch.draws import draws_alike
 from soapjax.graph.batch.growth import Growth, growth_of
@@ -44,7 +45,8 @@ class MicroStep:
     """A step traced with one micro-batch, and how its values grow with the batch."""
 
     step: TracedStep
-    batch_leaves: tuple[int, ...]  # input leaves whose leading dim is the batch
+    batch_leaves: tuple[int, ...]  # input leaves that have the batch
+    batch_dims: tuple[int, ...]  # which dim of each it is: the leading one, but of data that begin with time
     num_microbatches: int
     batch_size: int
     full: TracedStep
@@ -98,78 +100,127 @@ def micro_step(
         problem = Problem("microbatches", str(num_microbatches), "at least 1", "choose 1 or more micro-batches")
         raise SoapjaxError(problem)
     leaves = batch_leaves(full)
-    size = full.in_avals[leaves[0]].shape[0]
-    if size % num_microbatches:
-        divisors = [d for d in range(1, size + 1) if size % d == 0]
-        near = sorted(divisors, key=lambda d: (abs(d - num_microbatches), d))[:3]
-        expected = f"a divisor of the batch of {size} ({full.in_paths[leaves[0]]})"
-        raise SoapjaxError(
-            Problem("microbatches", str(num_microbatches), expected, f"choose {' or '.join(map(str, sorted(near)))}")
-        )
     if num_microbatches == 1:
-        return MicroStep(full, leaves, 1, size, full, Growth(full.program, full.program, {}, frozenset()))
+        size, nothing_grows = full.in_avals[leaves[0]].shape[0], Growth(full.program, full.program, {}, frozenset())
+        return MicroStep(full, leaves, (0,) * len(leaves), 1, size, full, nothing_grows)
     static = {i % len(args) for i in static_argnums} if args else set()
     dynamic = tuple(a for i, a in enumerate(args) if i not in static)
 
-    def with_samples(samples: int, of: Sequence[int] | None = None) -> TracedStep:
+    def traced_with(samples: int, dims: Mapping[int, int]) -> TracedStep:
         flat, tree = jax.tree_util.tree_flatten(dynamic)
-        for i in leaves if of is None else of:
+        for i, d in dims.items():
             aval = full.in_avals[i]
-            flat[full.leaf_of[i]] = jax.ShapeDtypeStruct((samples, *aval.shape[1:]), aval.dtype)
+            flat[full.leaf_of[i]] = jax.ShapeDtypeStruct((*aval.shape[:d], samples, *aval.shape[d + 1 :]), aval.dtype)
         rest = iter(jax.tree_util.tree_unflatten(tree, flat))
         try:
             return traced(*(a if i in static else next(rest) for i, a in enumerate(args)))
         except SoapjaxError as e:
-            raise SoapjaxError(_of_part(full, leaves, samples, e.problems)) from e
+            raise SoapjaxError(_of_part(full, dims, samples, e.problems)) from e
 
-    small, leaves = _smallest(lambda of: with_samples(size // num_microbatches, of), full, leaves)
-    grows = _growth(small, full, leaves, num_microbatches, with_samples)
+    small, dims, grows = _parts(traced_with, full, leaves, num_microbatches)
+    leaves, size = tuple(dims), _size(full, dims)
     draws = draws_alike(small.program, {small.program.inputs[k] for k in leaves})
     program, whole = grows.with_whole(small.program, num_microbatches)
     once = equations_of_whole(small.program, full.program, num_microbatches)
     making = grows.making_running
     return MicroStep(
-        step=dataclasses.replace(small, program=program), batch_leaves=leaves, num_microbatches=num_microbatches, batch_size=size,
-        full=full, growth=grows, draws=draws, whole=whole, once=once, consts_once=consts_of_whole(small.program, full.program),
+        step=dataclasses.replace(small, program=program), batch_leaves=leaves, batch_dims=tuple(dims.values()),
+        num_microbatches=num_microbatches, batch_size=size, full=full, growth=grows, draws=draws, whole=whole, once=once,
+        consts_once=consts_of_whole(small.program, full.program),
         after_all=grows.after_means(small.program.outputs) | making,
         running=frozenset(a for e in program.eqns if e.key in making for a in e.read),
     )  # fmt: skip
 
 
+Traced = Callable[[int, Mapping[int, int]], TracedStep]  # the step with so many samples in these dims of input leaves
+
+
+def _size(full: TracedStep, dims: Mapping[int, int]) -> int:
+    return next(full.in_avals[i].shape[d] for i, d in dims.items())
+
+
+def _parts(traced: Traced, full: TracedStep, leaves: tuple[int, ...], num: int) -> tuple[TracedStep, dict[int, int], Growth]:
+    """The step with one of `num` micro-batches, the dim of every input leaf that is the batch, and how values grow with that.
+
+    It is the leading one, unless samples depend on each other along it (steps in time that a loop runs over, differences between
+    neighbours) and are apart along the second.
+    Raises: SoapjaxError where `num` does not divide the batch, or the step with a part of it cannot be traced.
+    """
+
+    def parts(dims: dict[int, int]) -> tuple[TracedStep, dict[int, int], Growth]:
+        _require_divisor(full, dims, num)
+        small, dims = _smallest(lambda of: traced(_size(full, dims) // num, of), full, dims)
+        return small, dims, _growth(small, full, dims, num, lambda samples: traced(samples, dims))
+
+    found = wrong = None
+    try:
+        found = parts(dict.fromkeys(leaves, 0))
+    except SoapjaxError as e:
+        wrong = e
+    if (found is None or _depends_on_others(found[0], found[2])) and (dims := second_dims(full, leaves)):
+        with contextlib.suppress(SoapjaxError):
+            other = parts(dims)
+            if not _depends_on_others(other[0], other[2], statistics=True):
+                return other
+    if found is None:
+        raise wrong or AssertionError
+    return found
+
+
+def _depends_on_others(small: TracedStep, grows: Growth, *, statistics: bool = False) -> bool:
+    """Whether new state is made of samples by their place, in pairs or one after the other (`statistics`: or of what all of them
+    give and read), or it is not known how."""
+    if not grows.is_known:
+        return True
+    mixing = grows.mixing([small.program.outputs[k] for k in small.state_pairs.values()])
+    looks = [mixing.chain, mixing.order, mixing.pairs, mixing.fixed_rows, mixing.by_number]
+    return any(look() is not None for look in (*looks, *((mixing.statistic,) if statistics else ())))
+
+
+def _require_divisor(full: TracedStep, dims: Mapping[int, int], num: int) -> None:
+    """Raises: SoapjaxError naming the nearest numbers of micro-batches that divide the batch."""
+    if (size := _size(full, dims)) % num:
+        divisors = [d for d in range(1, size + 1) if size % d == 0]
+        near = sorted(divisors, key=lambda d: (abs(d - num), d))[:3]
+        expected = f"a divisor of the batch of {size} ({full.in_paths[next(iter(dims))]})"
+        raise SoapjaxError(Problem("microbatches", str(num), expected, f"choose {' or '.join(map(str, sorted(near)))}"))
+
+
 def _growth(
-    small: TracedStep, full: TracedStep, leaves: Sequence[int], num: int, with_samples: Callable[[int], TracedStep]
+    small: TracedStep, full: TracedStep, dims: Mapping[int, int], num: int, with_samples: Callable[[int], TracedStep]
 ) -> Growth:  # fmt: skip
     """Raises: SoapjaxError where it is not known since the step takes samples by their place."""
     graph, binding = build_graph(full)
     found = growth_of(
-        small, full, leaves, num, with_samples=with_samples, state_leaves=_untrained_state(full, binding),
+        small, full, tuple(dims), num, samples=_size(full, dims), with_samples=with_samples,
+        state_leaves=_untrained_state(full, binding),
         updates={e.key for e in full.program.eqns if phase_of(e, graph, binding) == UPDATE},
     )  # fmt: skip
     if not found.is_known:
-        _require_no_places(full, binding, leaves, with_samples)
+        _require_no_places(full, binding, dims, with_samples)
     return found
 
 
 def _smallest(
-    traced: Callable[[Sequence[int]], TracedStep], full: TracedStep, leaves: tuple[int, ...]
-) -> tuple[TracedStep, tuple[int, ...]]:  # fmt: skip
+    traced: Callable[[Mapping[int, int]], TracedStep], full: TracedStep, dims: dict[int, int]
+) -> tuple[TracedStep, dict[int, int]]:  # fmt: skip
     """The step with one micro-batch, and which inputs have the batch: not all that are as long, where that cannot be traced and
     can be without some of them (a table of positions, as many as there are samples).
 
     Raises: SoapjaxError where it cannot be traced so either, or in two ways.
     """
     try:
-        return traced(leaves), leaves
+        return traced(dims), dims
     except SoapjaxError as e:
         arguments = collections.defaultdict(list)
-        for i in leaves:
+        for i in dims:
             arguments[full.in_paths[i].partition(".")[0]].append(i)
-        units = list(arguments.values()) if len(arguments) > 1 else [[i] for i in leaves]
-        found: list[tuple[TracedStep, tuple[int, ...]]] = []
+        units = list(arguments.values()) if len(arguments) > 1 else [[i] for i in dims]
+        found: list[tuple[TracedStep, dict[int, int]]] = []
         for num in reversed(range(1, len(units) if len(units) <= _MOST_UNITS else 1)):
             for chosen in itertools.combinations(units, num):
                 with contextlib.suppress(SoapjaxError):
-                    found.append((traced(of := tuple(sorted(i for unit in chosen for i in unit))), of))
+                    found.append((traced(of := {i: dims[i] for i in sorted(i for unit in chosen for i in unit)}), of))
             if found:
                 break
         if len(found) == 1:
@@ -178,14 +229,14 @@ def _smallest(
 
 
 def _require_no_places(
-    full: TracedStep, binding: Binding, leaves: Sequence[int], with_samples: Callable[[int], TracedStep]
+    full: TracedStep, binding: Binding, dims: Mapping[int, int], with_samples: Callable[[int], TracedStep]
 ) -> None:  # fmt: skip
     """Refuses a step that is another program with a part of its batch, but not with more: it takes a number of samples that is
     the same for any batch, or reads them by their place.
 
     Raises: SoapjaxError naming the line.
     """
-    size = full.in_avals[leaves[0]].shape[0]
+    size = _size(full, dims)
     try:
         double = with_samples(2 * size)
     except SoapjaxError:
@@ -193,7 +244,7 @@ def _require_no_places(
     if not are_alike(full.program, double.program):
         return
     wanted = [*(p.gradient for p in binding.phases.parameters), *full.program.outputs]
-    mixing = SampleMixing(full.program, double.program, [full.program.inputs[k] for k in leaves], wanted)
+    mixing = SampleMixing(full.program, double.program, [full.program.inputs[k] for k in dims], wanted)
     if (found := mixing.fixed_rows() or mixing.order()) is not None:
         value = f"a fixed number of samples, or samples by their place ({found.name} of {list(mixing.shape(found))})"
         expected = "a step that is the same for a part of its batch"
@@ -206,45 +257,13 @@ def _untrained_state(step: TracedStep, binding: Binding) -> list[int]:
     return [k for k in step.state_pairs if step.program.inputs[k] not in binding.phases.trained]
 
 
-def _of_part(full: TracedStep, leaves: Sequence[int], samples: int, problems: Sequence[Problem]) -> list[Problem]:
+def _of_part(full: TracedStep, dims: Mapping[int, int], samples: int, problems: Sequence[Problem]) -> list[Problem]:
     """What is wrong with a part of the batch, although it is not with all of it."""
-    size = full.in_avals[leaves[0]].shape[0]
-    cut = ", ".join(full.in_paths[i] for i in leaves[:4]) + (", ..." if len(leaves) > 4 else "")
+    size = _size(full, dims)
+    cut = ", ".join(full.in_paths[i] for i in itertools.islice(dims, 4)) + (", ..." if len(dims) > 4 else "")
     found = [p._replace(value=f"traced with {samples} of {size} samples (of {cut}): {p.value}") for p in problems]
     if rows := [full.in_paths[i] for i in full.state_pairs if full.in_avals[i].shape[:1] == (size,)]:
         may_be = f"state is not cut, and {rows[0]} has {size} rows: if they are the samples', pass it with the batch"
         return [p._replace(remedy=f"{may_be}, and return it as a result; else correct the step") for p in found]
     remedy = "take the batch's size of the batch itself there (x.shape[0]), where it is a constant; or use one micro-batch"
     return [p._replace(remedy=remedy) if p.remedy == CORRECT else p for p in found]
-
-
-def batch_leaves(step: TracedStep) -> tuple[int, ...]:
-    """The input leaves, beside the training state, whose leading dim is the batch: the size that most of those share that are read.
-
-    Not weights that are given beside the state (graph/passes/samples.py). Arguments, or parts of them, whose leaves all have one
-    come before those that hold others too; one sample is no batch where there are others.
-
-    Raises: SoapjaxError where no argument has a leading dim.
-    """
-    given = build_graph(step)[1].given
-    others = {i for i, v in enumerate(step.program.inputs) if v in given or i in step.state_pairs}
-    shapes = {i: a.shape for i, a in enumerate(step.in_avals) if i not in others and a.shape}
-    if not shapes:
-        expected = "an argument beside the training state with a leading batch dim"
-        remedy = "pass the batch as an argument of the step; the state is what the step returns anew"
-        raise SoapjaxError(Problem("train step", "no batch among its arguments", expected, remedy))
-    read = {i: s[0] for i, s in shapes.items() if step.is_read[i]} or {i: s[0] for i, s in shapes.items()}
-    sizes = collections.Counter(read.values())
-    of_arguments, of_parts = (_shared({step.in_paths[i]: n for i, n in read.items()}, depth) for depth in (1, 2))
-    size = max(sizes, key=lambda n: (n > 1, n in of_arguments, n in of_parts, sizes[n], n))
-    return tuple(i for i, s in shapes.items() if s[0] == size)
-
-
-def _shared(sizes: Mapping[str, int], depth: int) -> set[int]:
-    """Sizes, by path, that are those of all paths with which they begin alike, for so many names."""
-    found = collections.defaultdict(set)
-    for path, size in sizes.items():
-        found[tuple(path.split(".")[:depth])].add(size)
-    return {size for alike in found.values() if len(alike) == 1 for size in alike}
-
-

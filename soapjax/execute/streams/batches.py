@@ -40,7 +40,9 @@ class MicroBatched(Streamed):
     def arguments(self, leaves: Sequence[Any]) -> list[Any]:
         """The state, placed, and the batch where stages read it."""
         state = [x for k, x in enumerate(self.place(leaves)) if k not in self.as_run.batch_leaves]
-        return [*state, *_put_batch([leaves[leaf] for leaf, _ in self.feeds], self._fed, self.micro.num_microbatches)]
+        dims = dict(zip(self.as_run.batch_leaves, self.as_run.batch_dims, strict=True))
+        fed = [(leaves[leaf], dims[leaf]) for leaf, _ in self.feeds]
+        return [*state, *_put_batch(fed, self._fed, self.micro.num_microbatches)]
 
     def argument_structs(self) -> list[jax.ShapeDtypeStruct]:
         avals, num = self.as_run.step.in_avals, self.micro.num_microbatches
@@ -72,18 +74,23 @@ class MicroBatched(Streamed):
         return outputs, list(found)
 
 
-def _put_batch(arrays: Sequence[Any], shardings: Sequence[NamedSharding], num: int) -> list[Any]:
-    """Arrays [batch, ...] as [num, batch / num, ...], each under its sharding (of the stacked shape)."""
-    stacked = {id(x): _stacked(x, num) for x in arrays}
-    found = [stacked[id(x)] for x in arrays]
+def _put_batch(arrays: Sequence[tuple[Any, int]], shardings: Sequence[NamedSharding], num: int) -> list[Any]:
+    """Arrays [batch, ...] as [num, batch / num, ...], each under its sharding (of the stacked shape).
+
+    Args:
+      arrays: with the dim of each that is the batch; [time, batch, ...] becomes [num, time, batch / num, ...].
+    """
+    stacked = {(id(x), d): _stacked(x, num, d) for x, d in arrays}
+    found = [stacked[id(x), d] for x, d in arrays]
     if all(s.is_fully_addressable for s in shardings):
         return jax.device_put(found, list(shardings))
     return [place(x, s) for x, s in zip(found, shardings, strict=True)]
 
 
-def _stacked(x: Any, num: int) -> Any:
+def _stacked(x: Any, num: int, dim: int) -> Any:
     x = x if isinstance(x, jax.Array) else np.asarray(x)
     if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and x.sharding.mesh.explicit_axes:
         mesh = Mesh(x.sharding.mesh.devices, x.sharding.mesh.axis_names)  # how it lies is no type of it here
         x = blocks_as([x], x.shape, NamedSharding(mesh, x.sharding.spec))
-    return x.reshape(num, x.shape[0] // num, *x.shape[1:])
+    apart = x.reshape(*x.shape[:dim], num, x.shape[dim] // num, *x.shape[dim + 1 :])
+    return apart if dim == 0 else np.moveaxis(apart, dim, 0) if isinstance(x, np.ndarray) else jnp.moveaxis(apart, dim, 0)

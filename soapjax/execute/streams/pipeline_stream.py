@@ -54,7 +54,9 @@ class PipelineStream:
         self.staged, self.cut, self.places = staged, staged.cut, staged.places
         self.program, self.num = staged.micro.step.program, staged.micro.num_microbatches
         self.out = StreamBuilder()
-        self.batch = {self.program.inputs[k] for k in staged.micro.batch_leaves}
+        of_batch = zip(staged.micro.batch_leaves, staged.micro.batch_dims, strict=True)
+        self.dim_of = {self.program.inputs[k]: d for k, d in of_batch}
+        self.batch = set(self.dim_of)
         self.feeds: list[tuple[int, Place]] = []  # the parts of the batch that the stream takes: (leaf, where it is read)
         self.moved_to = read_at(self.cut.passes)
         self.read_late = self._find_read_late()
@@ -235,7 +237,7 @@ class PipelineStream:
 
     def _all_of_batch(self) -> None:
         for s, values in self.read_late.items():
-            fn = rows_joined((self.places[s].whole,) * len(values))
+            fn = rows_joined(tuple(self.dim_of[v] for v in values), (self.places[s].whole,) * len(values))
             self.out.call(f"batch {s}", self.track(s), fn, [("batch", v, s) for v in values], [("all", v, s) for v in values])
 
     def _zeros(self) -> None:

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from soapjax.execute.parts.batch_axes import joined
+
 Program = Callable[..., tuple[Any, ...]]
 
 
@@ -24,9 +26,9 @@ def rows_apart(rows: tuple[int, ...], shardings: tuple[NamedSharding, ...]) -> P
 
 
 @functools.lru_cache(maxsize=4096)
-def rows_joined(shardings: tuple[NamedSharding, ...]) -> Program:
-    """`(*stacked) -> arrays`: what is stacked by micro-batch as the whole batch."""
-    return jax.jit(lambda *stacked: tuple(x.reshape(-1, *x.shape[2:]) for x in stacked), out_shardings=shardings)
+def rows_joined(dims: tuple[int, ...], shardings: tuple[NamedSharding, ...]) -> Program:
+    """`(*stacked) -> arrays`: what is stacked by micro-batch as the whole batch, which is a dim of each."""
+    return jax.jit(lambda *stacked: tuple(map(joined, stacked, dims)), out_shardings=shardings)
 
 
 @functools.lru_cache(maxsize=4096)

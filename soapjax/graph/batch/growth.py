@@ -85,6 +85,20 @@ class Growth:
         """Where samples are mixed in the making of values of the step."""
         return SampleMixing(self.small, self.large, self.batch, [v for v in map(self.value, wanted) if v is not None])
 
+    def no_sum(self, wanted: Sequence[Atom]) -> FlatEqn | None:
+        """An equation of the forward pass that makes of a sum over the batch, in the making of `wanted`, what nobody knows to grow:
+        what follows layer by layer from sums over a graph's edges, say."""
+
+        def is_sum(a: int) -> bool:
+            return a in mixing.data and ((s := self.scaling.get(a, UNKNOWN)).is_sum or (s.power or 0) >= 1)
+
+        def is_known(a: int) -> bool:
+            return (s := self.scaling.get(a, UNKNOWN)).power is not None or s.is_sum
+
+        mixing = self.mixing(wanted)
+        forward = (e for e in mixing.needed if not is_backward(e) and e.body is None)
+        return next((e for e in forward if any(map(is_sum, e.read)) and not all(map(is_known, e.outputs))), None)
+
     def after_means(self, wanted: Sequence[Atom]) -> frozenset[str]:
         """Equations of the step between means over the batch and what they make of its values `wanted` (batch_means.py)."""
         return self._keys(self._after_means(wanted))
@@ -177,14 +191,15 @@ class Growth:
 
 
 def growth_of(
-    step: TracedStep, full: TracedStep, batch_leaves: Sequence[int], factor: int, *, with_samples: Callable[[int], TracedStep],
-    state_leaves: Sequence[int] = (), updates: Collection[str] = (),
+    step: TracedStep, full: TracedStep, batch_leaves: Sequence[int], factor: int, *, samples: int,
+    with_samples: Callable[[int], TracedStep], state_leaves: Sequence[int] = (), updates: Collection[str] = (),
 ) -> Growth:  # fmt: skip
     """How the values of `step` grow with its batch.
 
     Args:
       full: the step with a batch `factor` times as large.
       batch_leaves: inputs that are data.
+      samples: how many `full` has.
       state_leaves: inputs that are state which no gradient is of.
       updates: outermost equations (keys) that run once, when all gradients are known: these read numbers of the whole batch as
         they are, not a micro-batch's part of them.
@@ -209,7 +224,7 @@ def growth_of(
         return dataclasses.replace(growth, running=frozenset(reads.making))
 
     found = between(step, full, factor)
-    if found.is_known or step.in_avals[batch_leaves[0]].shape[0] > 1:
+    if found.is_known or samples > factor:
         return found
     # Not with two samples where it is with one, and with all: one sample is broadcast against so many constants.
     two = with_samples(2)
@@ -222,8 +237,7 @@ def growth_of(
     values, equations = corresponding(step.program, two.program)
     ends = zip(step.program.outputs, two.program.outputs, strict=True)
     values |= {v: w for v, w in ends if isinstance(v, int) and isinstance(w, int)}
-    samples = more.in_avals[batch_leaves[0]].shape[0]
-    return dataclasses.replace(between(two, more, samples / 2, equations), counterpart=values)
+    return dataclasses.replace(between(two, more, (samples if more is full else 4) / 2, equations), counterpart=values)
 
 
 class _Reads:

@@ -103,8 +103,14 @@ class SampleMixing:
 
     def fixed_rows(self) -> FlatEqn | None:
         """An equation that puts a fixed number of the batch's rows beside as many as it has, or takes them out of all; or None."""
-        found = next((e for e in self.needed if self._joins_fixed_rows(e) or self._takes_all_of_a_part(e)), None)
+        looks = (self._joins_fixed_rows, self._takes_all_of_a_part, self._takes_as_many)
+        found = next((e for e in self.needed if any(look(e) for look in looks)), None)
         return found or self._inside(SampleMixing.fixed_rows)
+
+    def emptied(self) -> FlatEqn | None:
+        """A slice that leaves nothing of a micro-batch, whatever it leads to: of nothing JAX makes a constant."""
+        slices = (e for e in self.small.leaves if e.name in ("slice", "split"))
+        return next((e for e in slices if any(self.small.avals[o].size == 0 < self.large.avals[o].size for o in e.outputs)), None)
 
     def by_number(self) -> FlatEqn | None:
         """An equation that reads samples, or adds to them, by numbers that come with the batch or are the same for any; or None."""
@@ -161,9 +167,10 @@ class SampleMixing:
     def _is_even(self, atom: Atom) -> bool:
         """Whether dims of samples are as many batches each, as they are not where a fixed number of rows was added."""
         v = next(iter(self.batch))
-        a, b = self.small.avals[v].shape, self.large.avals[v].shape
+        ours, theirs = self.small.avals[v].shape, self.large.avals[v].shape
+        a, b = next((m, n) for m, n in zip(ours, theirs, strict=True) if m != n)
         shapes = (self.small.aval(atom).shape, self.large.aval(atom).shape)
-        return all(n * a[0] == m * b[0] for d, (m, n) in enumerate(zip(*shapes, strict=True)) if d in self._dims(atom))
+        return all(n * a == m * b for d, (m, n) in enumerate(zip(*shapes, strict=True)) if d in self._dims(atom))
 
     def read_by(self, eqns: Sequence[FlatEqn]) -> set[int]:
         """What equations read of the data that they do not make."""
@@ -204,6 +211,8 @@ class SampleMixing:
             return p["axis"] in dims and (self.small.avals[source].shape[p["axis"]], len(p["sizes"])) not in self._joined
         if eqn.name == "reshape":
             return not is_backward(eqn) and self._puts_side_by_side(eqn)
+        if eqn.name == "conv_general_dilated" and not is_backward(eqn):
+            return not self._dims(eqn.inputs[0]).isdisjoint(p["dimension_numbers"].lhs_spec[2:])
         if eqn.name in _WINDOWS:
             return any(p["window_dimensions"][d] > 1 for d in dims)
         along = p.get(ALONG[eqn.name]) if eqn.name in ALONG else len(self.small.avals[source].shape) - 1
@@ -221,11 +230,19 @@ class SampleMixing:
     def _counted(self) -> set[int]:
         """What counts samples, and what is made of that; not random numbers of a key each."""
         small = self.small
-        counted = {o for e in small.leaves if e.name == "iota" for o in e.outputs} | {v for v in small.consts if self._dims(v)}
+        counted = {o for e in small.leaves if e.name == "iota" or self._pads_as_many(e) for o in e.outputs}
+        counted |= {v for v in small.consts if self._dims(v)}
         drawn = {o for e in small.leaves if e.name.startswith(("random_", "threefry")) for o in e.outputs}
         counted = {v for v in counted if self._dims(v)}
         follow(small, counted, frozenset(drawn))
         return counted
+
+    def _pads_as_many(self, eqn: FlatEqn) -> bool:
+        """Whether as many rows are added whatever the batch: cotangents of all samples but the first, say."""
+        if eqn.name != "pad" or not is_backward(eqn):
+            return False
+        (a, b), (m, n) = ([p.aval(v).shape for v in (eqn.inputs[0], eqn.outputs[0])] for p in (self.small, self.large))
+        return any(b[d] - a[d] == n[d] - m[d] != 0 for d in self._dims(eqn.outputs[0]))
 
     def _takes_some(self, eqn: FlatEqn, d: int) -> bool:
         """Whether a slice takes other samples than one of every so many neighbours, or than were joined to others before."""
@@ -282,6 +299,14 @@ class SampleMixing:
         shape, dims = self.small.avals[source].shape, self._dims(source)
         made = [(self.small.avals[o].shape, self._dims(o)) for o in eqn.outputs]
         return any(found[d] == shape[d] > 1 and d not in own for found, own in made for d in dims)
+
+    def _takes_as_many(self, eqn: FlatEqn) -> bool:
+        """Whether a slice takes as many samples whatever the batch, the first, say: every micro-batch has its own first."""
+        if eqn.name != "slice" or is_backward(eqn) or "." in eqn.key or (source := eqn.inputs[0]) not in self.data:
+            return False
+        readers = (e for e in self.needed if eqn.outputs[0] in e.read)
+        is_joined = all(e.name == "concatenate" for e in readers)  # as of a batch that is rolled: see `_joins_fixed_rows`
+        return bool(self._dims(source) - self._dims(eqn.outputs[0])) and not is_joined
 
     def _reads_by_number(self, eqn: FlatEqn, placed: Collection[int]) -> bool:
         is_outermost = "." not in eqn.key  # a loop over samples reads them one by one

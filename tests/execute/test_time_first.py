@@ -1,0 +1,108 @@
+"""Data that begin with time, [time, batch, ...]: micro-batches are cut along the batch where steps in time depend on each other."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from planned import topology_with
+
+import soapjax
+from soapjax.errors import SoapjaxError
+from soapjax.execute.parts.microbatches import micro_step
+
+TIME, BATCH = 6, 8
+PIPELINE = {"pipeline": "1f1b", "stages": 2, "microbatches": 2}
+
+
+def net(p, x):
+    return jnp.tanh(x @ p["a"]) @ p["b"]
+
+
+def returns(rewards, last):
+    def back(after, reward):
+        now = reward + 0.9 * after
+        return now, now
+
+    return jax.lax.scan(back, last, rewards, reverse=True)[1]
+
+
+def recurrent(p, x, h):
+    def one(h, x):
+        h = jnp.tanh(x @ p["a"] + h)
+        return h, h
+
+    return jax.lax.scan(one, h, x)[1] @ p["b"]
+
+
+LOSSES = {
+    "differences": lambda p, x, y, h: ((net(p, x)[1:] - net(p, x)[:-1] - y[1:]) ** 2).mean(),
+    "a running sum": lambda p, x, y, h: ((jnp.cumsum(net(p, x), 0) - y) ** 2).mean(),
+    "returns": lambda p, x, y, h: ((net(p, x)[..., 0] - returns(y[..., 0], h[:, 0])) ** 2).mean(),
+    "a weighted mean": lambda p, x, y, h: ((recurrent(p, x, h) - y) ** 2 * (y > 0)).sum() / (y > 0).sum(),
+    "attention": lambda p, x, y, h: (
+        (jnp.einsum("bts,sbd->tbd", jax.nn.softmax(jnp.einsum("tbd,sbd->bts", x, net(p, x) @ p["b"].T @ p["a"].T)), y) - y) ** 2
+    ).mean(),
+}
+
+
+def arguments():
+    rng = np.random.default_rng(0)
+    shapes = {"a": (12, 16), "b": (16, 5)}
+    p = {k: np.float32(rng.standard_normal(s) / 4) for k, s in shapes.items()}
+    x, y, h = (np.float32(rng.standard_normal(s)) for s in ((TIME, BATCH, 12), (TIME, BATCH, 5), (BATCH, 16)))
+    return p, x * np.linspace(0.3, 2, BATCH, dtype=np.float32)[:, None], y, h
+
+
+def step_of(loss):
+    def step(p, x, y, h):
+        value, grads = jax.value_and_grad(loss)(p, x, y, h)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads), value, net(p, x)[..., 0] * y.mean(0)[:, 0]
+
+    return step
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_second_dim_is_the_batch_where_steps_in_time_depend_on_each_other(name, caplog):
+    step, args = step_of(LOSSES[name]), arguments()
+    how = PIPELINE if name == "a weighted mean" else {"microbatches": BATCH if name == "returns" else 2}
+    found = soapjax.soap_shard(step, topology=topology_with(4), proposals=8, check="none", **how)(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found, jax.jit(step)(*args))
+    assert not caplog.records
+
+
+def test_each_argument_is_cut_where_it_has_the_batch():
+    micro = micro_step(step_of(LOSSES["returns"]), *arguments(), num_microbatches=2)
+    cut = {micro.full.in_paths[k]: d for k, d in zip(micro.batch_leaves, micro.batch_dims, strict=True)}
+    assert cut == {"x": 1, "y": 1, "h": 0} and micro.batch_size == BATCH
+
+
+def test_samples_that_are_apart_are_cut_along_the_first_dim():
+    micro = micro_step(step_of(lambda p, x, y, h: ((net(p, x) - y) ** 2).mean()), *arguments(), num_microbatches=2)
+    assert set(micro.batch_dims) == {0}
+
+
+MIXED = {  # along both dims, or in data without a second one: what is cut is named
+    "time and batch": (lambda p, x, y, h: ((net(p, x)[1:, 1:] - net(p, x)[:-1, :-1]) ** 2).mean(), "dim 0 of x, y"),
+    "but the first": (lambda p, x, y, h: ((net(p, x[0])[1:] * h[1:, :5]) ** 2).mean(), "dim 0 of x, y"),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_what_depends_on_others_along_both_is_refused(name):
+    loss, cut = MIXED[name]
+    with pytest.raises(SoapjaxError, match=rf"test_time_first.py:\d+ .*{cut}.*data with the batch first"):
+        soapjax.soap_shard(step_of(loss), topology="cpu8", proposals=8, microbatches=2)(*arguments())
+
+
+def test_edges_that_are_as_many_as_the_batch_are_no_samples():
+    def step(p, nodes, senders, receivers, y):
+        def loss(p):
+            h = jnp.tanh(nodes @ p["a"])
+            return (((h + jax.ops.segment_sum(h[senders], receivers, len(nodes))) @ p["b"] - y) ** 2).mean()
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, jax.grad(loss)(p))
+
+    rng, (p, x, y, _) = np.random.default_rng(1), arguments()
+    edges = rng.integers(0, BATCH, (2, 24))
+    with pytest.raises(SoapjaxError, match=r"makes of a sum over the batch.*dim 0 of senders, receivers.*counts edges"):
+        soapjax.soap_shard(step, topology="cpu8", proposals=8, microbatches=2)(p, x[0], *edges, y[0])
