@@ -63,6 +63,7 @@ LOSSES = {
     "given to a loop": lambda e, w: jax.lax.map(lambda r: (r[0] * r[1]).sum() / r[2], (e.T, w.T, jnp.full(SEQ, w.sum()))).sum(),
     # Other numbers of the batch alone.
     "over the largest": lambda e, w: (e * (w / w.max())).mean(),
+    "by the size and the largest": lambda e, w: (lambda i: (e * i / i.max()).mean())((len(w) * (w + 1)) ** -0.5),
     "softmax": lambda e, w: (e * jax.nn.softmax(w.sum(1))[:, None]).sum(),
     "standardised": lambda e, w: (e * ((w - w.mean()) / (w.std() + 2**-20))).mean(),
     "by what each class has": lambda e, w: (e / jax.nn.one_hot(of_class(w), 2).sum(0)[of_class(w)][:, None]).sum(),

@@ -30,7 +30,7 @@ from soapjax.graph.batch.growth import Growth, growth_of
 from soapjax.graph.batch.sample_mixing import SampleMixing
 from soapjax.graph.batch.two_traces import are_alike
 from soapjax.graph.batch.whole_batch import BatchStatistic
-from soapjax.graph.batch.whole_equations import consts_of_whole, equations_of_whole
+from soapjax.graph.batch.whole_equations import consts_of_whole, equations_of_whole, with_size_of_whole
 from soapjax.graph.passes.build import Binding, build_graph
 from soapjax.graph.passes.phases import UPDATE
 from soapjax.graph.recompute import recomputing
@@ -150,6 +150,8 @@ def _parts(traced: Traced, full: TracedStep, leaves: tuple[int, ...], num: int) 
     def parts(dims: dict[int, int]) -> tuple[TracedStep, dict[int, int], Growth]:
         _require_divisor(full, dims, num)
         small, dims = _smallest(lambda of: traced(_size(full, dims) // num, of), full, dims)
+        program = with_size_of_whole(small.program, full.program, {small.program.inputs[k] for k in dims})
+        small = dataclasses.replace(small, program=program)
         return small, dims, _growth(small, full, dims, num, lambda samples: traced(samples, dims))
 
     found = wrong = None

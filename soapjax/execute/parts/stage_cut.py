@@ -30,6 +30,19 @@ from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.schedules import kind_of, recomputes_apart, splits_backward
 
 
+def outermost_gradients(step: TracedStep, binding: Binding) -> list[int]:
+    """The outermost value of every parameter's gradient.
+
+    Raises: SoapjaxError where one has none.
+    """
+    at = {binding.values.of(o).root: o for e in reversed(step.program.eqns) for o in e.outputs}
+    if inside := [p.path for p in binding.phases.parameters if p.gradient not in at]:
+        value = f"the gradient of {inside[0]!r} (and {len(inside) - 1} more) stays inside a loop of the step's own"
+        expected = "gradients that one backward pass makes: micro-batches are added up by the pipeline"
+        raise SoapjaxError(Problem("train step", value, expected, "leave the accumulation out, or plan without a pipeline"))
+    return [at[p.gradient] for p in binding.phases.parameters]
+
+
 class Crossing(NamedTuple):
     """A value of forward or backward parts that the update reads (or the step returns)."""
 
@@ -168,12 +181,7 @@ class Cutter:
 
     def gradient_values(self) -> list[int]:
         """The outermost value of every parameter's gradient."""
-        at = {self.values.of(o).root: o for e in reversed(self.program.eqns) for o in e.outputs}
-        if inside := [p.path for p in self.binding.phases.parameters if p.gradient not in at]:
-            value = f"the gradient of {inside[0]!r} (and {len(inside) - 1} more) stays inside a loop of the step's own"
-            expected = "gradients that one backward pass makes: micro-batches are added up by the pipeline"
-            raise SoapjaxError(Problem("train step", value, expected, "leave the accumulation out, or plan without a pipeline"))
-        return [at[p.gradient] for p in self.binding.phases.parameters]
+        return outermost_gradients(self.step, self.binding)
 
     def summands(self, value: int) -> list[int]:
         """A sum of gradients, taken apart as long as its terms come from several stages."""

@@ -126,7 +126,7 @@ class _Scaler:
                 self.smooth.update(eqn.outputs)
             if eqn.body is not None:
                 self.loop(eqn, other)
-            elif eqn.name == "cond" and eqn.inputs[0] not in self.data:
+            elif eqn.name == "cond" and not (isinstance(eqn.inputs[0], int) and eqn.inputs[0] in self.data):
                 self.found.update(zip(eqn.outputs, self.cond(eqn, other), strict=True))
             else:
                 result = self.equation(eqn, other)
@@ -166,7 +166,7 @@ class _Scaler:
 
     def equation(self, eqn: FlatEqn, other: FlatEqn) -> Scaling:
         inputs = [self.read(a, b) for a, b in zip(eqn.inputs, other.inputs, strict=True)]
-        if is_backward(eqn) and self.adds_unlike(eqn, inputs) and self.may_be_scaled(eqn):
+        if self.adds_unlike(eqn, inputs) and self.may_be_scaled(eqn) and self.is_of_samples(eqn, inputs):
             inputs = self.alike_summands(eqn, inputs)
         found = self.grown(eqn, inputs)
         if found.is_zero:
@@ -189,11 +189,19 @@ class _Scaler:
         is_number = all(jax.dtypes.issubdtype(self.small.avals[o].dtype, np.inexact) for o in eqn.outputs)
         return self.lacks is not None and "." not in eqn.key and is_number and self.may_scale(eqn.key)
 
+    def is_of_samples(self, eqn: FlatEqn, inputs: list[Scaling]) -> bool:
+        """Whether summands are cotangents, or what every sample has: its input and a gradient of a mean by that, say. Not where one
+        is a sum of what the network makes, of which each part has its own."""
+        if is_backward(eqn):
+            return True
+        both = zip(eqn.inputs, inputs, strict=True)
+        is_sum = any(isinstance(a, int) and a in self.data and s.power > 0 for a, s in both)
+        return bool(self.sample_dims(eqn.outputs[0])) and not is_sum
+
     def alike_summands(self, eqn: FlatEqn, inputs: list[Scaling]) -> list[Scaling]:
         """Summands that grow differently as they grow when scaled: as that of the data does, or as a mean."""
-        if not all(isinstance(a, int) for a in eqn.inputs):
-            return inputs
-        of_data = [s.power for a, s in zip(eqn.inputs, inputs, strict=True) if a in self.data] or [s.power for s in inputs]
+        both = [(isinstance(a, int) and a in self.data, s.power) for a, s in zip(eqn.inputs, inputs, strict=True)]
+        of_data = [power for is_data, power in both if is_data] or [power for _, power in both]
         power = min(of_data, key=abs)
         for j, s in enumerate(inputs):
             if s.power != power:

@@ -103,7 +103,7 @@ class SampleMixing:
 
     def fixed_rows(self) -> FlatEqn | None:
         """An equation that puts a fixed number of the batch's rows beside as many as it has, or takes them out of all; or None."""
-        looks = (self._joins_fixed_rows, self._takes_all_of_a_part, self._takes_as_many)
+        looks = (self._joins_fixed_rows, self._takes_all_of_a_part, self._takes_as_many, self._pads_as_many)
         found = next((e for e in self.needed if any(look(e) for look in looks)), None)
         return found or self._inside(SampleMixing.fixed_rows)
 
@@ -230,19 +230,22 @@ class SampleMixing:
     def _counted(self) -> set[int]:
         """What counts samples, and what is made of that; not random numbers of a key each."""
         small = self.small
-        counted = {o for e in small.leaves if e.name == "iota" or self._pads_as_many(e) for o in e.outputs}
-        counted |= {v for v in small.consts if self._dims(v)}
+        counted = {o for e in small.leaves if e.name == "iota" for o in e.outputs} | {v for v in small.consts if self._dims(v)}
         drawn = {o for e in small.leaves if e.name.startswith(("random_", "threefry")) for o in e.outputs}
         counted = {v for v in counted if self._dims(v)}
         follow(small, counted, frozenset(drawn))
         return counted
 
     def _pads_as_many(self, eqn: FlatEqn) -> bool:
-        """Whether as many rows are added whatever the batch: cotangents of all samples but the first, say."""
-        if eqn.name != "pad" or not is_backward(eqn):
+        """Whether samples that are no share of the batch have cotangents, those of the others being zero: as of all but the first.
+
+        Of a batch that is rolled each has one: of slices that were joined, slices of the cotangent."""
+        if eqn.name != "pad" or not is_backward(eqn) or not isinstance(source := eqn.inputs[0], int):
             return False
-        (a, b), (m, n) = ([p.aval(v).shape for v in (eqn.inputs[0], eqn.outputs[0])] for p in (self.small, self.large))
-        return any(b[d] - a[d] == n[d] - m[d] != 0 for d in self._dims(eqn.outputs[0]))
+        made_by = self.producer.get(source)
+        (a, b), (m, n) = ([p.aval(v).shape for v in (source, eqn.outputs[0])] for p in (self.small, self.large))
+        is_share = all(a[d] * n[d] == m[d] * b[d] for d in self._dims(eqn.outputs[0]))
+        return not is_share and (made_by is None or made_by.name != "slice")
 
     def _takes_some(self, eqn: FlatEqn, d: int) -> bool:
         """Whether a slice takes other samples than one of every so many neighbours, or than were joined to others before."""
@@ -302,10 +305,11 @@ class SampleMixing:
 
     def _takes_as_many(self, eqn: FlatEqn) -> bool:
         """Whether a slice takes as many samples whatever the batch, the first, say: every micro-batch has its own first."""
-        if eqn.name != "slice" or is_backward(eqn) or "." in eqn.key or (source := eqn.inputs[0]) not in self.data:
+        if eqn.name not in ("slice", "top_k") or is_backward(eqn) or "." in eqn.key or (source := eqn.inputs[0]) not in self.data:
             return False
-        readers = (e for e in self.needed if eqn.outputs[0] in e.read)
-        is_joined = all(e.name == "concatenate" for e in readers)  # as of a batch that is rolled: see `_joins_fixed_rows`
+        readers = [e for e in self.needed if not set(eqn.outputs).isdisjoint(e.read)]
+        # Those of a batch that is rolled are joined: see `_joins_fixed_rows`.
+        is_joined = eqn.name == "slice" and bool(readers) and all(e.name == "concatenate" for e in readers)
         return bool(self._dims(source) - self._dims(eqn.outputs[0])) and not is_joined
 
     def _reads_by_number(self, eqn: FlatEqn, placed: Collection[int]) -> bool:

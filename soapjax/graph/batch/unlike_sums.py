@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend import core as jex_core
 
 from soapjax.graph.trace.program import FlatEqn, Program
@@ -64,7 +63,7 @@ def as_plain(inputs: Sequence[Any], params: Mapping[str, Any], *, is_scaled: boo
 
 
 def _times(values: Sequence[Any], scales: Sequence[float]) -> list[Any]:
-    return [x if s == 1 else x * np.asarray(s, x.dtype) for x, s in zip(values, scales, strict=True)]
+    return [x if s == 1 else x * s for x, s in zip(values, scales, strict=True)]  # a Python number, which changes no dtype
 
 
 def _with_scales(branch: Any, scales: Sequence[float]) -> Any:

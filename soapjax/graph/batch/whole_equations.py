@@ -8,9 +8,10 @@ equations then.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from soapjax.graph.batch.growth import corresponding
@@ -24,6 +25,25 @@ def equations_of_whole(step: Program, full: Program, factor: int) -> dict[str, F
     """By the key of an outermost equation of `step` what `full`, of a batch `factor` times as large, has in its place, where it is
     another: by a literal, a parameter, or the size of a result."""
     return {a.key: b for a, b in _pairs(step, full, factor) if _differs(step, full, a, b)}
+
+
+def with_size_of_whole(step: Program, full: Program, batch: Collection[int]) -> Program:
+    """The step with one micro-batch, where the whole batch's size stands in what every sample has of the inputs `batch` alone: in
+    weights such as `1 / (len(x) * p)`."""
+    if not are_alike(step, full):
+        return step
+    alone, eqns = set(batch), []
+    for eqn, other in zip(step.eqns, full.eqns, strict=True):
+        values = [a for a in eqn.read if a not in step.consts]
+        avals = [(step.avals[o], full.avals[o]) for o in eqn.outputs]
+        is_of_samples = all(a.shape != b.shape for a, b in avals)
+        if values and alone.issuperset(values) and is_of_samples and eqn.body is None and eqn.name != "cond":
+            alone.update(eqn.outputs)
+            if has_other_literals(eqn, other) and all(jax.dtypes.issubdtype(a.dtype, np.inexact) for a, _ in avals):
+                inputs = tuple(a if isinstance(a, int) else b for a, b in zip(eqn.inputs, other.inputs, strict=True))
+                eqn = dataclasses.replace(eqn, inputs=inputs)
+        eqns.append(eqn)
+    return dataclasses.replace(step, eqns=tuple(eqns))
 
 
 def consts_of_whole(step: Program, full: Program) -> dict[int, Any]:

@@ -9,6 +9,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.parts.batch_axes import batch_leaves
 from soapjax.execute.parts.joinings import found_reduction
 from soapjax.execute.parts.microbatches import micro_step
+from soapjax.execute.parts.stage_cut import outermost_gradients
 from soapjax.execute.streams.pipelined_step import cut_and_joined
 from soapjax.execute.streams.stage_programs import MicroGraph, places_of, staged_step, step_of_plan
 from soapjax.execute.streams.stream_step import StreamStep
@@ -105,8 +106,8 @@ def require_runnable(
     micro = micro_step(fn, *args, num_microbatches=num, full=step, recomputed=graph.recomputed, **tracing)
     with own_configuration():
         own, binding = build_graph(micro.step)
-    outermost = {binding.values.of(o).root: o for e in reversed(micro.step.program.eqns) for o in e.outputs}
-    gradients = [(p.path, outermost[p.gradient]) for p in binding.phases.parameters if p.gradient in outermost]
+    paths = [p.path for p in binding.phases.parameters]
+    gradients = list(zip(paths, outermost_gradients(micro.step, binding), strict=True))
     found_reduction(micro, gradients, reduction, is_asked_for=is_asked_for)
     # Of one sample JAX leaves dims out, which the plan's are then made anew for.
     has_dims = micro.batch_size > num
