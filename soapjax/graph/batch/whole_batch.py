@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from soapjax.graph.batch.draws import is_key
+from soapjax.graph.trace.dataflow import follow
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
 
 # What makes one number of all samples; others pick some of them, the first, say, of which a part has not a part.
@@ -112,6 +113,10 @@ def statistics_read(
         is_alone = all(v in made for v in values) and not (is_drawn or is_picked)
         if is_alone:
             made.update(dict.fromkeys(eqn.outputs, any(made[v] for v in values)))
+        if eqn.body is not None and not (is_alone or is_drawn):
+            # Of a loop that adds up errors beside their weights, what is made of the batch alone: the number of these.
+            alone = _alone(program, eqn, {a for a in eqn.read if a not in made and a not in program.consts})
+            made.update((o, True) for o in alone if not has_samples(o) and is_known(o))
         if is_alone and not any(map(has_samples, eqn.outputs)):
             if all(map(is_known, eqn.outputs)) or not any(made[v] for v in values):
                 continue
@@ -121,6 +126,15 @@ def statistics_read(
             if isinstance(a, int) and made.get(a) and not has_samples(a) and a not in batch
         })  # fmt: skip
     return found
+
+
+def _alone(program: Program, loop: FlatEqn, others: Collection[int]) -> list[int]:
+    """What a loop makes of something, and of nothing of `others`."""
+    reached = set(others)
+    follow(dataclasses.replace(program, eqns=(loop,)), reached)
+    read = {a for a in loop.read if a not in reached and a not in program.consts}
+    follow(dataclasses.replace(program, eqns=(loop,)), read)
+    return [o for o in loop.outputs if o in read and o not in reached]
 
 
 def with_given(program: Program, given: Mapping[Read, int], avals: Mapping[int, Any]) -> Program:
@@ -141,9 +155,36 @@ def part_for(program: Program, values: Collection[Atom]) -> tuple[Program, set[i
     needed, eqns = {v for v in values if isinstance(v, int)}, []
     for eqn in reversed(program.eqns):
         if not needed.isdisjoint(eqn.outputs):
+            eqn = eqn if eqn.body is None else _pruned(eqn, eqn.body, needed)
             eqns.append(eqn)
             needed.update(eqn.read)
     return dataclasses.replace(program, eqns=tuple(reversed(eqns)), outputs=tuple(values)), needed & set(program.inputs)
+
+
+def _pruned(loop: FlatEqn, body: Program, wanted: Collection[int]) -> FlatEqn:
+    """A loop that makes what is wanted of its results, and what that is carried by, alone."""
+    num_consts, num_carry = loop.params["num_consts"], loop.params["num_carry"]
+    kept = {k for k, o in enumerate(loop.outputs) if o in wanted}
+    before: set[int] = set()
+    while kept != before:
+        before, eqns = kept, list[FlatEqn]()
+        needed = {o for k in kept if isinstance(o := body.outputs[k], int)}
+        for eqn in reversed(body.eqns):
+            if not needed.isdisjoint(eqn.outputs):
+                eqns.append(eqn)
+                needed.update(eqn.read)
+        kept = kept | {k for k, i in enumerate(body.inputs[num_consts : num_consts + num_carry]) if i in needed}
+    carried = {num_consts + k for k in kept if k < num_carry}
+    is_carried = range(num_consts, num_consts + num_carry)
+    given = [k for k, i in enumerate(body.inputs) if (k in carried if k in is_carried else i in needed)]
+    made = sorted(kept)
+
+    def of(values: Sequence[Any], chosen: Sequence[int]) -> tuple[Any, ...]:
+        return tuple(values[k] for k in chosen)
+
+    params = {**loop.params, "num_consts": sum(k < num_consts for k in given), "num_carry": len(carried)}
+    body = dataclasses.replace(body, inputs=of(body.inputs, given), outputs=of(body.outputs, made), eqns=tuple(reversed(eqns)))
+    return dataclasses.replace(loop, inputs=of(loop.inputs, given), outputs=of(loop.outputs, made), params=params, body=body)
 
 
 def passed_on(program: Program, reads: Mapping[Read, float]) -> tuple[Program, dict[str, tuple[Read, float]]]:
