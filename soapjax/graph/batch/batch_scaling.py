@@ -18,6 +18,7 @@ import numpy as np
 from soapjax.graph.batch.chunks import added_up, chunked, has_more_trips
 from soapjax.graph.batch.two_traces import are_alike, branches_of, sample_dims
 from soapjax.graph.batch.unlike_sums import Lacks
+from soapjax.graph.trace.dataflow import follow
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
 
 
@@ -344,8 +345,10 @@ class _Scaler:
         inner = _Scaler(small, large, self.factor, {}, ())
         given = list(zip(small.inputs, eqn.inputs[1:], other.inputs[1:], strict=True))
         inner.found.update((i, self.read(a, b)) for i, a, b in given)
-        for mine, some in ((inner.data, self.data), (inner.smooth, self.smooth), (inner.own, self.own)):
+        of_outer = ((inner.data, self.data), (inner.smooth, self.smooth), (inner.own, self.own), (inner.chunked, self.chunked))
+        for mine, some in of_outer:
             mine.update(i for i, a, _ in given if isinstance(a, int) and a in some)
+        follow(small, inner.chunked)
         inner.run()
         for some, mine in ((self.data, inner.data), (self.smooth, inner.smooth)):
             some.update(o for o, a in zip(eqn.outputs, small.outputs, strict=True) if isinstance(a, int) and a in mine)

@@ -141,10 +141,13 @@ class SampleMixing:
         """The same within the branches of a `cond`."""
         if eqn.key not in self._inner:
             other = next(e for e, _ in self.large.walk() if e.key == eqn.key)
-            of_data = [isinstance(a, int) and a in self.data for a in eqn.inputs[1:]]
-            pairs = (pair for pair in branches_of(eqn, other) if are_alike(*pair))
-            made = (SampleMixing(a, b, list(itertools.compress(a.inputs, of_data)), a.outputs) for a, b in pairs)
-            self._inner[eqn.key] = list(made)
+            of_data, of_chunk = ([isinstance(a, int) and a in some for a in eqn.inputs[1:]] for some in (self.data, self.chunked))
+            self._inner[eqn.key] = found = []
+            for a, b in branches_of(eqn, other):
+                if are_alike(a, b):
+                    found.append(SampleMixing(a, b, list(itertools.compress(a.inputs, of_data)), a.outputs))
+                    found[-1].chunked.update(itertools.compress(a.inputs, of_chunk))
+                    follow(a, found[-1].chunked)
         return self._inner[eqn.key]
 
     def of_all_on(self, *, statistics: bool) -> list[FlatEqn]:
