@@ -156,7 +156,7 @@ def test_a_sum_and_a_penalty_within_a_loop_are_refused():
         return jax.tree.map(lambda p, g: p - 0.1 * g, p, jax.grad(loss)(p))
 
     s, x, y = arguments(np.int32(0))
-    with pytest.raises(SoapjaxError, match="adds up what grows with the batch and what does not"):
+    with pytest.raises(SoapjaxError, match=r"adds up what grows with the batch and what does not \(.*\.py:\d+ in"):
         soapjax.soap_shard(step, topology="cpu8", proposals=8, microbatches=2)(s["p"], x, y)
 
 
@@ -255,7 +255,7 @@ def test_a_loss_of_unknown_growth_is_warned_of(caplog):
     for _ in range(2):  # of another step likewise
         caplog.clear()
         soapjax.soap_shard(step, topology="cpu8", proposals=8, microbatches=2)(s["p"], x, y)
-        assert any("grows with the batch is not known" in r.getMessage() for r in caplog.records)
+        assert any("grows with the batch is not known (" in r.getMessage() for r in caplog.records)
 
 
 BY_PLACE = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -29,7 +29,7 @@ _STATISTIC = (
     "gradients differ by that from the whole batch's"
 )
 _ORDER = "%s puts samples in order, or reads them by their place: each micro-batch does so with its own alone"
-_UNKNOWN = "how the gradient of %s grows with the batch is not known: that the loss is a mean over it is trusted"
+_UNKNOWN = "how the gradient of %s grows with the batch is not known%s: that the loss is a mean over it is trusted"
 _PLACE = "microbatch_reduction"
 _TIME = "use one micro-batch, or plan without a pipeline; where that dim is time, or counts edges, give data with the batch first"
 
@@ -68,7 +68,8 @@ def found_reduction(
         expected = " or ".join(map(repr, REDUCTIONS))
         raise SoapjaxError(Problem(_PLACE, repr(reduction), expected, "choose one of these"))
     found = [(path, s) for path, v in gradients if (s := micro.growth.of(v)) is not None]
-    _check_growth(found, is_asked_for=is_asked_for or not micro.growth.is_known)
+    values = [v for _, v in gradients]
+    _check_growth(micro, found, values, is_asked_for=is_asked_for or not micro.growth.is_known)
     powers = {s.power for _, s in found if not s.is_zero}
     is_either = reduction == "auto"  # of two losses one may be a mean, and the other a sum (see `joining`)
     reduction = ("sum" if powers == {1.0} else "mean") if reduction == "auto" else reduction
@@ -76,11 +77,12 @@ def found_reduction(
     if not micro.growth.is_known and micro.num_microbatches > 1:
         part = f"{micro.batch_size // micro.num_microbatches} of {micro.batch_size} samples"
         warn_once("with %s the step is another program: that its micro-batches add up to the whole batch is trusted", part)
-    unknown = [path for path, s in found if s.power is None and not s.is_zero]
+    unknown = [path for path, s in found if _is_unknown(s)]
     if micro.growth.is_known:
-        _check_samples(micro, [v for _, v in gradients], _named(unknown) if unknown and is_either else "")
+        _check_samples(micro, values, _named(unknown) if unknown and is_either else "")
     if unknown:
-        warn_once(_UNKNOWN, _named(unknown))
+        line = micro.growth.line_of(values, _is_unknown)
+        warn_once(_UNKNOWN, _named(unknown), f" ({line})" if line else "")
     other = [
         (path, s.power) for path, s in found
         if s.power is not None and not s.is_zero and s.power != wanted and not (is_either and s.power in (0.0, 1.0))
@@ -95,30 +97,40 @@ def found_reduction(
     return reduction
 
 
-def _check_growth(found: Sequence[tuple[str, Scaling]], *, is_asked_for: bool) -> None:
+def _check_growth(
+    micro: MicroStep, found: Sequence[tuple[str, Scaling]], gradients: Sequence[int], *, is_asked_for: bool
+) -> None:  # fmt: skip
     """Refuses gradients (path, scaling) that do not add up, and where nobody asked for micro-batches also what is not known.
 
     Raises: SoapjaxError.
     """
+
+    def at(is_so: Callable[[Scaling], bool]) -> str:
+        return f" ({line})" if (line := micro.growth.line_of(gradients, is_so)) else ""
+
     if ratios := [path for path, s in found if s.is_ratio]:
-        value = f"the gradient of {_named(ratios)} is divided by a sum over the batch's results"
+        value = f"the gradient of {_named(ratios)} is divided by a sum over the batch's results{at(lambda s: s.is_ratio)}"
         expected = "a loss divided by a constant, or by what is made of the batch alone, as a sum of its weights is"
         remedy = "divide by a fixed count (the batch size, say), or use one micro-batch"
         raise SoapjaxError(Problem(_PLACE, value, expected, remedy))
     if extremes := [path for path, s in found if s.extreme]:
-        value = f"the gradient of {_named(extremes)} is the largest or least value of a batch"
+        value = f"the gradient of {_named(extremes)} is the largest or least value of a batch{at(lambda s: bool(s.extreme))}"
         expected = "gradients that add up: micro-batches have other ones (as fp8's scales)"
         raise SoapjaxError(Problem(_PLACE, value, expected, "use one micro-batch, or plan without a pipeline"))
     if mixed := [path for path, s in found if s.is_mixed]:
-        value = f"the gradient of {_named(mixed)} adds up what grows with the batch and what does not"
+        value = f"the gradient of {_named(mixed)} adds up what grows with the batch and what does not{at(lambda s: s.is_mixed)}"
         expected = "a loss that is all a mean over the batch, or all a sum: a sum beside a penalty of the weights, say, is neither"
         remedy = "make the errors a mean over the batch, with no size of the batch in the penalty; or use one micro-batch"
         raise SoapjaxError(Problem(_PLACE, value, expected, remedy))
-    unknown = [path for path, s in found if s.power is None and not s.is_zero]
+    unknown = [path for path, s in found if _is_unknown(s)]
     if unknown and not is_asked_for:
-        value = f"how the gradient of {_named(unknown)} grows with the batch is not known"
+        value = f"how the gradient of {_named(unknown)} grows with the batch is not known{at(_is_unknown)}"
         remedy = "say how many micro-batches, if that will do"
         raise SoapjaxError(Problem(_PLACE, value, "a mean over the batch, or a sum", remedy))
+
+
+def _is_unknown(scaling: Scaling) -> bool:
+    return scaling.power is None and not scaling.is_zero
 
 
 def _named(paths: Sequence[str]) -> str:

@@ -85,6 +85,16 @@ class Growth:
         """Where samples are mixed in the making of values of the step."""
         return SampleMixing(self.small, self.large, self.batch, [v for v in map(self.value, wanted) if v is not None])
 
+    def line_of(self, wanted: Sequence[Atom], is_so: Callable[[Scaling], bool]) -> str:
+        """The first line of the user's code, in the making of `wanted`, that makes something so of what is not; "" if none does."""
+
+        def so(a: int) -> bool:
+            return is_so(self.scaling.get(a, UNKNOWN))
+
+        made = [e for e in reversed(self.mixing(wanted).needed) if e.source and any(map(so, e.outputs))]
+        first = next((e for e in made if not any(map(so, e.read))), made[0] if made else None)  # none of a loop, whose carry is so
+        return "" if first is None else first.source
+
     def no_sum(self, wanted: Sequence[Atom]) -> FlatEqn | None:
         """An equation of the forward pass that makes of a sum over the batch, in the making of `wanted`, what nobody knows to grow:
         what follows layer by layer from sums over a graph's edges, say."""

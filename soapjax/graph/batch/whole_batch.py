@@ -129,12 +129,15 @@ def statistics_read(
 
 
 def _alone(program: Program, loop: FlatEqn, others: Collection[int]) -> list[int]:
-    """What a loop makes of something, and of nothing of `others`."""
+    """What a loop carries to its end that is made of something, and of nothing of `others`.
+
+    Not what it makes in every trip: residuals, of which the derivative alone would read the whole batch's.
+    """
     reached = set(others)
     follow(dataclasses.replace(program, eqns=(loop,)), reached)
     read = {a for a in loop.read if a not in reached and a not in program.consts}
     follow(dataclasses.replace(program, eqns=(loop,)), read)
-    return [o for o in loop.outputs if o in read and o not in reached]
+    return [o for o in loop.outputs[: loop.params["num_carry"]] if o in read and o not in reached]
 
 
 def with_given(program: Program, given: Mapping[Read, int], avals: Mapping[int, Any]) -> Program:
