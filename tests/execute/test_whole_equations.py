@@ -174,8 +174,8 @@ def test_minibatches_of_a_sum_and_a_penalty_are_steps_of_their_own():
     """Asynchronous pipelines update after each: nothing is scaled that others would add to."""
 
     def step(p, x, y):
-        grads = jax.grad(UNLIKE["a sum and a penalty"])(p, x, y)
-        return jax.tree.map(lambda p, g: p - 0.01 * g, p, grads)
+        grads = jax.grad(UNLIKE["a sum and a penalty"])(p, x * (1 + len(x) * x), y)
+        return jax.tree.map(lambda p, g: p - 0.001 * g, p, grads)
 
     s, x, y = arguments(np.int32(0))
     graph = build_graph(micro_step(step, s["p"], x, y, num_microbatches=2).step)[0]

@@ -9,7 +9,7 @@ import soapjax
 from soapjax.errors import SoapjaxError
 from soapjax.execute.parts.joinings import found_reduction, joining
 from soapjax.execute.parts.microbatches import micro_step
-from soapjax.graph.batch.growth import corresponding
+from soapjax.graph.batch.correspondence import corresponding
 
 W = jax.random.normal(jax.random.key(0), (6, 3))
 ALL = FUNCTIONS | {name: loss for name, (loss, _) in LOSSES.items()}

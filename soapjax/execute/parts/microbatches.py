@@ -82,12 +82,13 @@ class MicroStep:
 
 def micro_step(
     fn: Any, *args: Any, num_microbatches: int, static_argnums: Sequence[int] = (), full: TracedStep | None = None,
-    recomputed: Collection[str] = (), **tracing: Any,
+    recomputed: Collection[str] = (), adds_up: bool = True, **tracing: Any,
 ) -> MicroStep:  # fmt: skip
     """Traces `fn` with one micro-batch, and with the whole batch where that (`full`) is not given.
 
     Args:
       recomputed: operators that the backward pass computes again, in `full` too.
+      adds_up: whether micro-batches are put together, and not steps of their own, as under an asynchronous schedule.
       tracing: as for `trace`.
     Raises: SoapjaxError where the batch is not to be found, micro-batches do not divide it, or an operator cannot be recomputed.
     """
@@ -117,7 +118,7 @@ def micro_step(
         except SoapjaxError as e:
             raise SoapjaxError(_of_part(full, dims, samples, e.problems)) from e
 
-    small, dims, grows = _parts(traced_with, full, leaves, num_microbatches)
+    small, dims, grows = _parts(traced_with, full, leaves, num_microbatches, adds_up=adds_up)
     leaves, size = tuple(dims), _size(full, dims)
     draws = draws_alike(small.program, {small.program.inputs[k] for k in leaves})
     program, whole = grows.with_whole(small.program, num_microbatches)
@@ -139,7 +140,9 @@ def _size(full: TracedStep, dims: Mapping[int, int]) -> int:
     return next(full.in_avals[i].shape[d] for i, d in dims.items())
 
 
-def _parts(traced: Traced, full: TracedStep, leaves: tuple[int, ...], num: int) -> tuple[TracedStep, dict[int, int], Growth]:
+def _parts(
+    traced: Traced, full: TracedStep, leaves: tuple[int, ...], num: int, *, adds_up: bool
+) -> tuple[TracedStep, dict[int, int], Growth]:  # fmt: skip
     """The step with one of `num` micro-batches, the dim of every input leaf that is the batch, and how values grow with that.
 
     It is the leading one, unless samples depend on each other along it (steps in time that a loop runs over, differences between
@@ -150,8 +153,9 @@ def _parts(traced: Traced, full: TracedStep, leaves: tuple[int, ...], num: int) 
     def parts(dims: dict[int, int]) -> tuple[TracedStep, dict[int, int], Growth]:
         _require_divisor(full, dims, num)
         small, dims = _smallest(lambda of: traced(_size(full, dims) // num, of), full, dims)
-        program = with_size_of_whole(small.program, full.program, {small.program.inputs[k] for k in dims})
-        small = dataclasses.replace(small, program=program)
+        if adds_up:
+            program = with_size_of_whole(small.program, full.program, {small.program.inputs[k] for k in dims})
+            small = dataclasses.replace(small, program=program)
         return small, dims, _growth(small, full, dims, num, lambda samples: traced(samples, dims))
 
     found = wrong = None

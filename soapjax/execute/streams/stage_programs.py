@@ -49,7 +49,7 @@ def step_of_plan(
     if of_micro is None:
         micro = micro_step(
             fn, *args, num_microbatches=plan.pipeline.num_microbatches, static_argnums=static_argnums, unroll=plan.unroll,
-            recomputed=plan.recomputed, **tracing,
+            recomputed=plan.recomputed, adds_up=kind_of(plan.pipeline).is_synchronous, **tracing,
         )  # fmt: skip
         of_micro = MicroGraph(micro, *build_graph(micro.step))
     micro, graph, binding = of_micro

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from soapjax.graph.batch.growth import corresponding
+from soapjax.graph.batch.correspondence import corresponding
 from soapjax.graph.batch.two_traces import are_alike, has_other_literals
 from soapjax.graph.trace.program import FlatEqn, Program
 

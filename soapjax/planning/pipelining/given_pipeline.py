@@ -44,7 +44,10 @@ def pipelined(
     """
     topology = load_topology(topology) if isinstance(topology, str) else topology
     if of_micro is None:
-        micro = micro_step(fn, *args, num_microbatches=pipeline.num_microbatches, static_argnums=static_argnums, **tracing)
+        micro = micro_step(
+            fn, *args, num_microbatches=pipeline.num_microbatches, static_argnums=static_argnums,
+            adds_up=kind_of(pipeline).is_synchronous, **tracing,
+        )  # fmt: skip
         of_micro = MicroGraph(micro, *build_graph(micro.step))
     micro, graph, binding = of_micro
     plans = plans_of_stages(graph, pipeline, topology, axes, storage)
