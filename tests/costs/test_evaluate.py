@@ -101,7 +101,8 @@ def of_the_problem(c, of):
     sizes = {"full_s": counts[2], "sent": counts[2], "full_bytes": counts[2], "on": counts[2], "on_kept": counts[2]}
     sizes |= dict.fromkeys(("copy", "is_sent"), len(t.edge_task))
     own = {name: x[: sizes.get(name, counts[0])] for name, x in rows.items()}
-    figures = each.paid_s[: counts[2]], of.found.memory_bytes, of.found.sent_bytes, of.found.violations, each.previous[: len(t.edge_task)]
+    whole = of.found.memory_bytes, of.found.sent_bytes, of.found.violations
+    figures = each.paid_s[: counts[2]], *whole, each.previous[: len(t.edge_task)]
     records = each.layout[: t.replicated_slot + 1], each.compute_s[: t.num_tasks]
     return own, *map(np.asarray, (*figures, *records))
 

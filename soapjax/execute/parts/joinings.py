@@ -18,7 +18,7 @@ import numpy as np
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.parts.microbatches import MicroStep
 from soapjax.execute.parts.stage_cut import StageCut
-from soapjax.graph.batch.batch_scaling import UNKNOWN, Scaling
+from soapjax.graph.batch.growth_rules import UNKNOWN, Scaling
 from soapjax.graph.trace.program import FlatEqn
 
 log = logging.getLogger("soapjax")

@@ -158,19 +158,21 @@ def _parts(
             small = dataclasses.replace(small, program=program)
         return small, dims, _growth(small, full, dims, num, lambda samples: traced(samples, dims))
 
-    found = wrong = None
+    def along_second() -> tuple[TracedStep, dict[int, int], Growth] | None:
+        """Where samples are apart along the second dim."""
+        if dims := second_dims(full, leaves):
+            with contextlib.suppress(SoapjaxError):
+                found = parts(dims)
+                return None if _depends_on_others(found[0], found[2], statistics=True) else found
+        return None
+
     try:
         found = parts(dict.fromkeys(leaves, 0))
-    except SoapjaxError as e:
-        wrong = e
-    if (found is None or _depends_on_others(found[0], found[2])) and (dims := second_dims(full, leaves)):
-        with contextlib.suppress(SoapjaxError):
-            other = parts(dims)
-            if not _depends_on_others(other[0], other[2], statistics=True):
-                return other
-    if found is None:
-        raise wrong or AssertionError
-    return found
+    except SoapjaxError:
+        if (other := along_second()) is None:
+            raise
+        return other
+    return (along_second() if _depends_on_others(found[0], found[2]) else None) or found
 
 
 def _depends_on_others(small: TracedStep, grows: Growth, *, statistics: bool = False) -> bool:

@@ -18,8 +18,8 @@ from collections.abc import Collection, Mapping
 import jax
 import numpy as np
 
-from soapjax.graph.batch.batch_scaling import Scaling
 from soapjax.graph.batch.chunks import has_more_trips
+from soapjax.graph.batch.growth_rules import Scaling
 from soapjax.graph.rules.light_rules import LIGHT
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
 

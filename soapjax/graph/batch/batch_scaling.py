@@ -10,64 +10,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from soapjax.graph.batch.chunks import added_up, chunked, has_more_trips
-from soapjax.graph.batch.two_traces import are_alike, branches_of, sample_dims
+from soapjax.graph.batch.chunks import added_up, has_more_trips
+from soapjax.graph.batch.growth_rules import (
+    COMPARE,
+    EACH,
+    PASSED_ON,
+    POWERS,
+    UNKNOWN,
+    ZERO,
+    GrowthRules,
+    Scaling,
+    exponent_of,
+    is_backward,
+    is_zero,
+    of_either,
+)
+from soapjax.graph.batch.two_traces import are_alike, branches_of
 from soapjax.graph.batch.unlike_sums import Lacks
 from soapjax.graph.trace.dataflow import follow
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
-
-
-class Scaling(NamedTuple):
-    """How one value grows; `power` None where that is not known.
-
-      is_zero: as good as any power.
-      is_ratio: over a sum or mean of the data (a mean with weights).
-      is_sum: of unknown power, but a sum over the data with something added, or a bound: a divisor that is kept from zero.
-      extreme: "max" or "min", the largest or smallest of all samples, which no sum or mean of parts gives; "made" of such.
-      is_mixed: of the backward pass, a sum of what grows differently: of a sum over the batch and a penalty of the weights, say.
-    """
-
-    power: float | None = 0.0
-    is_zero: bool = False
-    is_ratio: bool = False
-    is_sum: bool = False
-    extreme: str = ""
-    is_mixed: bool = False
-
-
-UNKNOWN = Scaling(None)
-ZERO = Scaling(0.0, True)
-
-_KEEP = {
-    "neg", "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "slice", "squeeze", "copy", "copy_p", "rev",
-    "reduce_precision", "real", "imag", "name", "expand_dims", "abs", "reduce_max", "reduce_min",
-    "stop_gradient", "sharding_constraint", "reduce_window_max", "split", "unstack", "conj", "sort", "tile", "cummax", "cummin",
-    "top_k", "fft",
-}  # fmt: skip
-_EACH = {"optimization_barrier", "device_put"}  # of many values, each as it was
-_OPAQUE = {"cond", "while", "triangular_solve"}
-_FIRST = {"gather", "dynamic_slice"}  # as the first operand; the others are indices
-_ALIKE = {
-    "add", "sub", "add_any", "max", "min", "concatenate", "stack", "pad", "rem", "clamp", "dynamic_update_slice", "nextafter",
-    "complex",
-}  # fmt: skip
-_PASSED_ON = _KEEP | _FIRST | _ALIKE | {"select_n", "scatter"}
-_EXTREMES = {"reduce_max": "max", "reduce_min": "min"}
-_IN_ORDER = {"convert_element_type", "reshape", "transpose", "squeeze", "copy", "name", "stop_gradient", "reduce_precision"}
-_COMPARE = {"eq", "ne", "lt", "le", "gt", "ge", "argmax", "argmin", "sign", "is_finite"}
-_UNREAD = {"empty", "empty2"}  # what a branch hands on in the place of what another keeps for its derivative
-_SUMS = {"reduce_sum", "reduce_window_sum", "cumsum"}
-_PRODUCTS = {"mul", "dot_general", "conv_general_dilated"}
-_POWERS = {"integer_pow": None, "square": 2, "sqrt": 0.5, "rsqrt": -0.5}  # exponents; of the first it is a parameter
-
-
-def exponent_of(eqn: FlatEqn) -> float:
-    return _POWERS[eqn.name] or eqn.params["y"]
 
 
 def scalings(
@@ -92,15 +57,14 @@ def scalings(
     return scaler.run()
 
 
-class _Scaler:
+class _Scaler(GrowthRules):
     def __init__(self, small: Program, large: Program, factor: float, known: Mapping[int, float], batch: Collection[int]):
-        self.small, self.large, self.factor = small, large, factor
+        super().__init__(small, large)
+        self.factor = factor
         self.found: dict[int, Scaling] = dict.fromkeys(small.inputs, Scaling())
         self.found.update({v: Scaling(power) for v, power in known.items()})
         self.own = {*known, *batch} if known else set()  # what every sample has of the batch alone, and what all have of it
-        self.found.update({k: ZERO if _is_zero(v) else Scaling() for k, v in small.consts.items()})
-        self.chunked = chunked(small, large)
-        self.data = {i for i in small.inputs if self.sample_dims(i)}
+        self.found.update({k: ZERO if is_zero(v) else Scaling() for k, v in small.consts.items()})
         self.smooth = set(self.data)  # of the data's values, not only of how they compare
         self.to_samples = self.read_by_samples()
         self.made_by = {o: eqn for eqn in small.leaves for o in eqn.outputs}
@@ -113,7 +77,7 @@ class _Scaler:
 
     def block(self, small: Program, large: Program) -> None:
         for eqn, other in zip(small.eqns, large.eqns, strict=True):
-            if eqn.name in _EACH:
+            if eqn.name in EACH:
                 self.found.update(zip(eqn.outputs, map(self.read, eqn.inputs, other.inputs), strict=True))
                 for some in (self.data, self.smooth):
                     some.update(o for o, a in zip(eqn.outputs, eqn.inputs, strict=True) if isinstance(a, int) and a in some)
@@ -122,7 +86,7 @@ class _Scaler:
                 self.data.update(eqn.outputs)
             if all(a in self.own or a in self.small.consts for a in eqn.read):
                 self.own.update(o for o in eqn.outputs if self.own and self.sample_dims(o))
-            read = eqn.inputs[1:] if eqn.name == "select_n" else () if eqn.name in _COMPARE else eqn.inputs
+            read = eqn.inputs[1:] if eqn.name == "select_n" else () if eqn.name in COMPARE else eqn.inputs
             if any(isinstance(a, int) and a in self.smooth for a in read):
                 self.smooth.update(eqn.outputs)
             if eqn.body is not None:
@@ -137,21 +101,17 @@ class _Scaler:
         """Values without a batch dim from which the forward pass goes on to values that have one."""
         found: set[int] = set()
         for eqn, _ in reversed([*self.small.walk()]):
-            if eqn.name in _EACH:
+            if eqn.name in EACH:
                 found.update(a for a, o in zip(eqn.inputs, eqn.outputs, strict=True) if isinstance(a, int) and o in found)
             elif not is_backward(eqn) and any(self.sample_dims(o) or o in found for o in eqn.outputs):
                 found.update(a for a in eqn.read if not self.sample_dims(a))
         return found
 
-    def sample_dims(self, atom: Atom) -> tuple[int, ...]:
-        """Dims of samples; one that no operand has where a whole chunk is as one (chunks.py)."""
-        return (-1,) if isinstance(atom, int) and atom in self.chunked else sample_dims(self.small, self.large, atom)
-
     def read(self, atom: Atom, other: Atom) -> Scaling:
         if isinstance(atom, int):
             return self.found.get(atom, UNKNOWN)
         a, b = np.asarray(atom.val), np.asarray(getattr(other, "val", np.nan))
-        if _is_zero(a) and _is_zero(b):
+        if is_zero(a) and is_zero(b):
             return ZERO
         if a.dtype.kind == "c" and not (a.imag.any() or b.imag.any()):  # as the number of samples in a mean of complex numbers
             a, b = a.real, b.real
@@ -172,7 +132,7 @@ class _Scaler:
         found = self.grown(eqn, inputs)
         if found.is_zero:
             return found
-        passes_on = eqn.name in _PASSED_ON
+        passes_on = eqn.name in PASSED_ON
         scales = eqn.name in ("mul", "div") and not any(isinstance(a, int) and a in self.data for a in eqn.inputs[1:])
         sums = [self.is_data_sum(a, s) for a, s in zip(eqn.inputs, inputs, strict=True)]
         return found._replace(
@@ -209,73 +169,13 @@ class _Scaler:
                 self.lacks[eqn.key, j] = (s.power - power,)
         return [s._replace(power=power) for s in inputs]
 
-    def extreme(self, eqn: FlatEqn, inputs: list[Scaling]) -> str:
-        kind = _EXTREMES.get(eqn.name, "")
-        if kind and self.vanished(eqn) and not self.data.isdisjoint(eqn.read):
-            return kind
-        found = [s.extreme for s in inputs if s.extreme] if eqn.name in _PASSED_ON else []
-        is_same = len(inputs) == 1 and (eqn.name in _IN_ORDER or kind in found)
-        return "" if not found else found[0] if is_same else "made"
-
-    def grown(self, eqn: FlatEqn, inputs: list[Scaling]) -> Scaling:
-        """The power of an equation's result."""
-        name = eqn.name
-        if name in _UNREAD:
-            return ZERO
-        if any(s.power is None for s in inputs):
-            return UNKNOWN
-        powers = [s.power for s in inputs if not s.is_zero]
-
-        def alike(found: list[float]) -> Scaling:
-            return ZERO if not found else Scaling(found[0]) if len(set(found)) == 1 else UNKNOWN
-
-        if name in _KEEP or name in _FIRST:
-            return alike([s.power for s in inputs[:1] if not s.is_zero])
-        if name in _ALIKE:
-            return Scaling() if len(set(powers)) > 1 and self.is_index(eqn) else alike(powers)
-        if name == "select_n":
-            return alike([s.power for s in inputs[1:] if not s.is_zero])
-        if name in _COMPARE:
-            return Scaling() if len(set(powers)) <= 1 else UNKNOWN
-        if name in _PRODUCTS:
-            if any(s.is_zero for s in inputs):
-                return ZERO
-            return Scaling(sum(powers) + (name != "mul" and self.contracts_samples(eqn)))
-        if name == "div":
-            return ZERO if inputs[0].is_zero else Scaling(inputs[0].power - inputs[1].power)
-        if name in _POWERS:
-            exponent = exponent_of(eqn)
-            return ZERO if inputs[0].is_zero and exponent > 0 else Scaling(inputs[0].power * exponent)
-        if name in _SUMS:
-            return ZERO if inputs[0].is_zero else Scaling(inputs[0].power + self.vanished(eqn))
-        if name in ("scatter-add", "scatter", "scatter-sub"):
-            adds = bool(self.sample_dims(eqn.inputs[2])) and not self.sample_dims(eqn.outputs[0])
-            updates = [] if inputs[2].is_zero else [inputs[2].power + (adds and name != "scatter")]
-            return alike([*([] if inputs[0].is_zero else [inputs[0].power]), *updates])
-        if name == "select_and_scatter_add":
-            return alike([s.power for s in inputs[:1] if not s.is_zero])
-        if name in _OPAQUE and is_backward(eqn) and len(grown := {p for p in powers if p}) == 1 and not self.vanished(eqn):
-            return Scaling(grown.pop())  # linear in cotangents
-        # What is not linear: alike in both where its operands are, unless it mixes samples (to more than whether one does so).
-        mixes = self.vanished(eqn) and self.small.avals[eqn.outputs[0]].dtype != np.bool_
-        return Scaling() if not any(powers) and not mixes else UNKNOWN
-
-    def is_index(self, eqn: FlatEqn) -> bool:
-        """Whether every sample has a whole number: an index, counted from the end of the batch where it is below zero."""
-        aval = self.small.avals[eqn.outputs[0]]
-        return np.issubdtype(aval.dtype, np.integer) and bool(self.sample_dims(eqn.outputs[0]))
-
-    def vanished(self, eqn: FlatEqn) -> bool:
-        """Whether no result has the batch dim of the operands."""
-        return any(self.sample_dims(a) for a in eqn.inputs) and not any(self.sample_dims(o) for o in eqn.outputs)
-
     def divides_by_data(self, eqn: FlatEqn, inputs: list[Scaling]) -> bool:
         """Whether something is divided by a sum over the data, or, in the loss, one statistic of the batch by another.
 
         A statistic that comes back to samples is none of the loss: norms over the batch are made of such. What divides a
         statistic in the loss does so in its derivative, too, and there alone where nobody asks for the loss.
         """
-        operand = 1 if eqn.name == "div" else 0 if eqn.name in _POWERS and exponent_of(eqn) < 0 else None
+        operand = 1 if eqn.name == "div" else 0 if eqn.name in POWERS and exponent_of(eqn) < 0 else None
         over = None if operand is None else eqn.inputs[operand]
         return isinstance(over, int) and over not in self.own and self.is_divisor(eqn, inputs, operand)
 
@@ -310,13 +210,6 @@ class _Scaler:
         """Whether a value is computed from the data, and has no batch dim."""
         return isinstance(atom, int) and atom in self.data and not self.sample_dims(atom)
 
-    def contracts_samples(self, eqn: FlatEqn) -> bool:
-        if eqn.name == "dot_general":
-            (lhs, _), _ = eqn.params["dimension_numbers"]
-            return bool(set(lhs) & set(self.sample_dims(eqn.inputs[0])))
-        # Of a convolution only the weight gradient sums over the batch: its result has no sample dim.
-        return bool(self.sample_dims(eqn.inputs[0])) and not self.sample_dims(eqn.outputs[0])
-
     def is_data_sum(self, atom: Atom, scaling: Scaling) -> bool:
         return isinstance(atom, int) and atom in self.data and (scaling.is_sum or (scaling.power or 0) >= 1)
 
@@ -327,7 +220,7 @@ class _Scaler:
             if any(own[k] for _, own in branches) and all(own[k] or found[k].is_zero for found, own in branches):
                 self.own.add(o)
         each = [list(found) for found in zip(*(found for found, _ in branches), strict=True)]
-        return [_of_either(self.alike_branches(eqn, k, found)) for k, found in enumerate(each)]
+        return [of_either(self.alike_branches(eqn, k, found)) for k, found in enumerate(each)]
 
     def alike_branches(self, eqn: FlatEqn, k: int, found: list[Scaling]) -> list[Scaling]:
         """What branches give as result `k` as it grows when scaled: as what grows most does."""
@@ -397,24 +290,3 @@ class _Scaler:
         for some in (self.data, self.smooth):
             if any(isinstance(a, int) and a in some for a in body.outputs):
                 some.update(eqn.outputs)
-
-
-def _of_either(found: Collection[Scaling]) -> Scaling:
-    """What grows as one of these, nobody knows which."""
-    grown = [s for s in found if not s.is_zero]
-    if not grown:
-        return ZERO
-    power = grown[0].power if len({s.power for s in grown}) == 1 else None
-    extreme = "made" if any(s.extreme for s in grown) else ""
-    any_of = {k: any(getattr(s, k) for s in grown) for k in ("is_ratio", "is_mixed")}
-    return Scaling(power, is_sum=power is None and any(s.is_sum or s.power == 1 for s in grown), extreme=extreme, **any_of)
-
-
-def is_backward(eqn: FlatEqn) -> bool:
-    """Whether an equation is of the backward pass, and not of what it computes again."""
-    return "transpose(" in eqn.stack and "rematted_computation" not in eqn.stack
-
-
-def _is_zero(value: object) -> bool:
-    a = np.asarray(value) if not hasattr(value, "dtype") or isinstance(value, np.ndarray | np.generic) else None
-    return a is not None and a.size == 1 and a.dtype.kind in "fiuc" and not a.item()

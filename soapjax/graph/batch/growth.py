@@ -15,8 +15,9 @@ import jax
 
 from soapjax.errors import SoapjaxError
 from soapjax.graph.batch.batch_means import after_means
-from soapjax.graph.batch.batch_scaling import UNKNOWN, Scaling, is_backward, scalings
+from soapjax.graph.batch.batch_scaling import scalings
 from soapjax.graph.batch.correspondence import corresponding
+from soapjax.graph.batch.growth_rules import UNKNOWN, Scaling, is_backward
 from soapjax.graph.batch.sample_mixing import SampleMixing
 from soapjax.graph.batch.two_traces import has_other_literals, sample_dims
 from soapjax.graph.batch.unlike_sums import Lacks, scaled

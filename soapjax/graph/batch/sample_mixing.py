@@ -29,9 +29,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import jax
 import numpy as np
 
-from soapjax.graph.batch.batch_scaling import is_backward
 from soapjax.graph.batch.chunks import chained, chunked, has_more_trips
 from soapjax.graph.batch.draws import is_key
+from soapjax.graph.batch.growth_rules import is_backward
 from soapjax.graph.batch.two_traces import are_alike, branches_of
 from soapjax.graph.rules.heavy_rules import POOLS, SCATTERS
 from soapjax.graph.rules.light_rules import ALONG
@@ -226,6 +226,8 @@ class SampleMixing:
         """Whether numbers of samples meet numbers that count them, as a mask of the first ones does. (Indices may.)"""
         made = [self.small.avals[o] for o in eqn.outputs]
         if eqn.name in {*BY_NUMBER, "sort"} or all(is_key(a) or np.issubdtype(a.dtype, np.integer) for a in made):
+            return False
+        if self._counted.issuperset(eqn.read):  # as in the derivative of what is put at places: which of them was put last
             return False
         return any(a in self._counted and a not in self.data and self._dims(a) for a in eqn.read)
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.graph.batch.batch_scaling import is_backward
+from soapjax.graph.batch.growth_rules import is_backward
 from soapjax.graph.rules.light_rules import ELEMENTWISE, is_known
 from soapjax.graph.trace.dataflow import follow, needed_for
 from soapjax.graph.trace.explicit_axes import without_layouts
