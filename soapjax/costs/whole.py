@@ -82,7 +82,7 @@ class PerRecord(NamedTuple):
     memory: Array  # [K + 1, Q]: bytes while each task runs, of the device that holds most then
 
 
-class Scratch(NamedTuple):
+class Accumulators(NamedTuple):
     """What is added up in: whatever an earlier call left there, which nobody reads."""
 
     work: Array  # as in `Slots`
@@ -93,7 +93,7 @@ class Over(NamedTuple):
     """What a call's results are written over."""
 
     per_record: PerRecord
-    scratch: Scratch
+    scratch: Accumulators
 
 
 class Evaluated(NamedTuple):
@@ -296,14 +296,14 @@ def evaluate(p: CostArrays, records: Records, axes: Array, storage: Array, todo:
         config=config, layout=stored.layout, compute_s=seconds, on_compute=on_compute, rows=rows, paid_s=paid_s,
         state_bytes=stored.state_bytes, shards=stored.shards, on_stored=on_stored, previous=previous, memory=curve,
     )  # fmt: skip
-    written = Over(each, Scratch(found.work, steps))
+    written = Over(each, Accumulators(found.work, steps))
     return Evaluated(written, memory_bytes=memory, sent_bytes=sent_on.max(0), violations=in_kernel(bad, p, config))
 
 
 def nothing_yet(b: Bucket, lanes: int) -> Over:
     """For problems of a bucket, before the first call."""
     steps = no_steps(b.tasks, max(b.groups, 1), lanes)
-    return Over(no_records(b, lanes), Scratch(np.zeros((b.tasks + 1, 2, lanes), np.float32), steps))
+    return Over(no_records(b, lanes), Accumulators(np.zeros((b.tasks + 1, 2, lanes), np.float32), steps))
 
 
 def no_records(b: Bucket, lanes: int) -> PerRecord:

@@ -11,6 +11,7 @@ import pytest
 from families import family
 from flax import linen as nn
 from jax.extend import core as jax_core
+from problems import abstract
 
 from models import (
     alexnet,
@@ -129,15 +130,7 @@ def real_make(name):
 @functools.cache
 def abstract_make(module, **sizes):
     """``make`` with every array abstract, and the step that came out of the abstract call."""
-    steps = []
-
-    def arrays():
-        step, state, batch = module.make(**sizes)
-        steps.append(step)
-        return state, batch
-
-    state, batch = jax.eval_shape(arrays)
-    return steps[0], state, batch
+    return abstract(module.__name__.removeprefix("models."), **sizes)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,7 +1,6 @@
 """Placement on single devices: what a layer is, model parallelism, and what experts do."""
 
 import functools
-import importlib
 import itertools
 
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from problems import topology_of
+from problems import abstract, topology_of
 
 import soapjax
 from soapjax.errors import SoapjaxError
@@ -32,16 +31,7 @@ RNNLM = dict(batch=8, seq=4, hidden=16, vocab=32)
 
 @functools.cache
 def traced(model: str, **sizes) -> TracedStep:
-    made = importlib.import_module(f"models.{model}")
-    steps = []
-
-    def arguments():
-        step, state, batch = made.make(**sizes)
-        steps.append(step)
-        return state, batch
-
-    state, batch = jax.eval_shape(arguments)
-    return soapjax.trace(steps[0], state, batch)
+    return soapjax.trace(*abstract(model, **sizes))
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -48,7 +49,8 @@ def alive_of(p: CostArrays, base: Base) -> Alive:
     figures = base.held, base.copy, base.is_sent, base.transient, base.waiting, base.previous, base.on, base.on_kept
     lives = Lives(*map(one, figures))
     groups = base.on.shape[1]
-    steps = steps_of(p, lives, no_steps(p.task_float.shape[0] - 1, groups, 1))
+    nothing = jax.tree.map(jnp.zeros_like, no_steps(p.task_float.shape[0] - 1, groups, 1))  # made here: a kernel has no constants
+    steps = steps_of(p, lives, nothing)
 
     def task(k: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         now, waits, used, waiting, peak = state

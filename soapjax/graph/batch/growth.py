@@ -192,9 +192,12 @@ class Growth:
 
     def with_whole(self, program: Program, num: int) -> tuple[Program, dict[str, BatchStatistic]]:
         """The step's program, in which the numbers of `whole` are passed on; by equation (key) what it hands to `num` parts."""
-        mine = {(k if self.equations is None else self.equations[k], j): found for (k, j), found in self.whole.items()}
-        lacks = {(k if self.equations is None else self.equations[k], j): powers for (k, j), powers in self.lacks.items()}
-        program = scaled(program, lacks, num)
+
+        def in_step(key: str) -> str:
+            return key if self.equations is None else self.equations[key]
+
+        mine = {(in_step(k), j): found for (k, j), found in self.whole.items()}
+        program = scaled(program, {(in_step(k), j): powers for (k, j), powers in self.lacks.items()}, num)
         made, keys = passed_on(program, {read: power for read, (_, power) in mine.items()})
         return made, {key: BatchStatistic(mine[read][0], num**-power) for key, (read, power) in keys.items()}
 
