@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from soapjax.jit import kept_programs, programs
 from soapjax.jit.programs import QUICKLY, PlannerProgram, program_folder, side_by_side
@@ -21,6 +22,17 @@ def double_of_sines(x):
 
 
 X = np.linspace(0, 1, 4, dtype=np.float32)
+
+
+@pytest.fixture(autouse=True)
+def no_cache_of_jax():
+    """These tests tell what is compiled from what is read: on a slow machine JAX's cache keeps programs as small as theirs."""
+    kept = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", kept)
+    reset_cache()
 
 
 @pytest.fixture
