@@ -18,6 +18,7 @@ from soapjax.costs.measured.profile import Profile, cache_folder, cached_profile
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.planning import options
 from soapjax.planning.profiling import device_at_hand
+from soapjax.search.experts.baselines import BASELINES
 from soapjax.search.objective import TIME, Objective
 from soapjax.search.planners import PLANNERS
 from soapjax.steps.calling import listed
@@ -33,7 +34,8 @@ class PlanRequest:
 
     Args:
       topology: a TOML file, a shipped name ("a100x64"), "local", or a `DeviceTopology`.
-      planner: a name in `soapjax.PLANNERS`.
+      planner: a name in `soapjax.PLANNERS`. Beside a pipeline or micro-batches "data_parallel", "fsdp" or "tensor_parallel" says
+        how every stage is split: of that kind the best is taken of all that is not given, such as the number of stages.
       space: "soap", or "paper": also operators on parts of the devices. Such plans run as several programs.
       pipeline: a schedule to plan ("gpipe", "1f1b", "interleaved", "pipedream"), or "auto": the best synchronous one, where it is
         faster than one program. Of `soap_shard` also a `Pipeline` to run as it is.
@@ -133,12 +135,11 @@ class PlanRequest:
         if self.adds_up:
             given = [name for name in ("verify_top", "space") if getattr(self, name) != getattr(PlanRequest, name)]
             problems += [Problem(name, "given beside micro-batches", "one of them", "drop it") for name in given]
-        is_other = self.planner in [name for name in PLANNERS if name != PlanRequest.planner]
-        if is_other and (self.pipeline not in (None, "auto") or self.adds_up):
+        has_stages = self.pipeline not in (None, "auto") or self.adds_up
+        if has_stages and self.planner in PLANNERS and self.planner not in (allowed := planners_of_stages(self.pipeline)):
             beside = "micro-batches" if self.adds_up else "a pipeline"
-            value = f"{self.planner!r} beside {beside}"
-            remedy = f"drop planner, or {beside}; to store as fsdp does is among what is searched"
-            problems.append(Problem("planner", value, "no planner: stages are searched from the grid", remedy))
+            expected, remedy = f"{' or '.join(allowed)} beside {beside}", f"drop planner, or {beside}"
+            problems.append(Problem("planner", repr(self.planner), expected, remedy))
         if self.fixed is not None and (self.pipeline is not None or self.adds_up):
             problems.append(Problem("fixed", "given beside a pipeline or micro-batches", "one of them", "drop it"))
         return problems
@@ -147,6 +148,11 @@ class PlanRequest:
     def adds_up(self) -> bool:
         """Whether one program is to add up gradients over a number of micro-batches."""
         return self.pipeline is None and isinstance(self.num_microbatches, int) and self.num_microbatches > 1
+
+    @property
+    def expert(self) -> str | None:
+        """A baseline whose way of splitting every stage is to have."""
+        return self.planner if self.planner in BASELINES else None
 
     def adding_up(self) -> Self:
         """One stage on all devices, whose gradients are added up over micro-batches."""
@@ -164,6 +170,13 @@ class PlanRequest:
         constants, objective = listed(self.static_argnums), options.objective(self.objective)
         meant = {"topology": topology, "profile": profile, "objective": objective, "static_argnums": constants}
         return Understood(**self.values() | meant), remarks
+
+
+def planners_of_stages(pipeline: Pipeline | str | None) -> Sequence[str]:
+    """Planners that a pipeline, or (None) one stage of micro-batches, may be asked for with: baselines say how stages are split."""
+    if isinstance(pipeline, Pipeline):
+        return (PlanRequest.planner,)  # it says it itself
+    return PlanRequest.planner, *(["data_parallel"] if pipeline == "pipedream" else BASELINES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

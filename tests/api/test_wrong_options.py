@@ -104,11 +104,20 @@ def test_all_failures_come_at_once():
 
 @pytest.mark.parametrize("more", [{"microbatches": 2}, {"pipeline": "1f1b", "stages": 2}], ids=str)
 def test_a_planner_of_one_program_is_not_dropped_in_silence(more):
-    with pytest.raises(SoapjaxError, match="planner: got 'fsdp' beside (micro-batches|a pipeline).*drop planner"):
-        soap_shard(never, planner="fsdp", **more)
-    command = arguments.PlanCommand("none.module", planner="fsdp", **{k: str(v) for k, v in more.items()})
-    with pytest.raises(SoapjaxError, match="--planner: got fsdp.*drop one of them"):
+    with pytest.raises(SoapjaxError, match="planner: got 'optcnn'.*fsdp.* beside (micro-batches|a pipeline).*drop planner"):
+        soap_shard(never, planner="optcnn", **more)
+    command = arguments.PlanCommand("none.module", planner="optcnn", **{k: str(v) for k, v in more.items()})
+    with pytest.raises(SoapjaxError, match="--planner: got optcnn.*fsdp.*drop one of them"):
         commands.run(command, None)
+
+
+@pytest.mark.parametrize("pipeline", ["pipedream", soapjax.strategy.pipeline.Pipeline])
+def test_what_says_itself_how_stages_are_split_takes_no_other_planner(pipeline):
+    if not isinstance(pipeline, str):
+        stage = soapjax.strategy.pipeline.Stage(operators=("a",), devices=(0,), mesh={})
+        pipeline = pipeline(schedule="1f1b", num_microbatches=2, stages=(stage,))
+    with pytest.raises(SoapjaxError, match="planner: got 'fsdp'; expected mcmc"):
+        soap_shard(never, planner="fsdp", pipeline=pipeline)
 
 
 def test_good_values_pass():

@@ -87,3 +87,17 @@ def test_a_number_is_kept_to(step, expected):
         choosing.as_asked(PlanRequest(topology="cpu8", microbatches=4, fixed={"batch": ()}), fn, *arguments)
     with pytest.raises(SoapjaxError, match='stages: got given without a pipeline.*pipeline="1f1b"'):
         choosing.as_asked(PlanRequest(topology="cpu8", stages=2), fn, *arguments)
+
+
+@pytest.mark.parametrize("planner, stages", [("data_parallel", 2), ("fsdp", 1), ("tensor_parallel", 2)])
+def test_a_baseline_says_how_stages_are_split(step, expected, planner, stages):
+    fn, *arguments = step
+    how = dict(pipeline="1f1b", stages=stages) if stages > 1 else {}
+    plan = choosing.as_asked(PlanRequest(topology="cpu8", planner=planner, microbatches=2, **how), fn, *arguments).plan
+    assert planner in plan.provenance.planner and plan.provenance.num_proposals == 0
+    parts = [part for stage in plan.pipeline.stages for name, part in plan.operators.items() if name in stage.operators]
+    dims = {dim for part in parts for dim in part.axes.values()}
+    assert (dims <= {"sample", "replicate"}) == (planner != "tensor_parallel")
+    stored = {part.storage for part in parts}
+    assert (stored == {"as used"}) == (planner == "data_parallel") or planner == "tensor_parallel"
+    same(soap_shard(fn, plan=plan)(*arguments), expected)

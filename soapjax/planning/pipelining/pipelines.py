@@ -70,11 +70,13 @@ def find_pipeline(
     num_microbatches: int | None = None, seed: int = 0, proposals: int | None = None, seconds: float | None = None,
     progress: Callable[[int, float, float], None] | None = None, profile: Profile | None = None, objective: Objective = TIME,
     pareto: bool = False, slower_than_s: float = math.inf, share_if_bound: float = 1.0,
+    expert: str | None = None,
 ) -> FoundPipeline:  # fmt: skip
     """The best pipeline of a schedule, or ("auto") of all synchronous ones, by an objective; `pareto` keeps the front.
 
     Args:
       share_if_bound: of the seconds, where memory binds (joint_search.py).
+      expert: as for `StageProblem`.
     Raises: Beaten where the best is slower than `slower_than_s` by more than NEAR; SoapjaxError where none is possible, or none
       fits: the stage that is too large, and by how much; KeyboardInterrupt where Ctrl-C came before one was found that fits.
     """
@@ -89,7 +91,7 @@ def find_pipeline(
         problem = StageProblem(
             graph, topology, schedules=SYNCHRONOUS if schedule == "auto" else (schedule,),
             num_stages=num_stages, num_microbatches=num_microbatches, always_rematerialise=again, profile=profile,
-            objective=objective, keeps_front=pareto or not objective.is_time,
+            objective=objective, keeps_front=pareto or not objective.is_time, expert=expert,
         )  # fmt: skip
         searched_s = None if seconds is None else (1 - EXACT_SHARE) * seconds
         result = search_stages(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from soapjax.costs.split_share import share_of
 from soapjax.search.stages.condensed_loads import CondensedLoads
+from soapjax.search.stages.stage_figures import expert_of
 from soapjax.strategy.plan import StrategyFigures
 
 
@@ -16,7 +17,7 @@ def whole_baselines(loads: CondensedLoads) -> dict[str, StrategyFigures]:
         if not inside.is_by_hand:
             continue
         load = loads.load(everything, 0, count, 1, k)
-        name = "tensor_parallel" if inside.name.startswith("tensor") else "fsdp" if "sharded" in inside.name else "data_parallel"
+        name = expert_of(inside.name)
         step_s = load.forward_s + load.backward_s + load.update_s
         memory = load.state_bytes + load.gradient_bytes + load.working_bytes
         if (name == "data_parallel" or memory <= usable) and (name not in best or step_s < best[name].step_time_s):

@@ -28,7 +28,7 @@ from soapjax.topology import DeviceTopology
 UNROLLED = "a loop over layers was unrolled: its iterations are in several stages"
 NOT_CUT = "stacked parameters stay whole on the first stage that reads them: something reads all their rows at once"
 LEAST_S = 0.01  # that a search has, when time is over: a pipeline that fits is looked for all the same
-OF_ONE_PROGRAM = "planner", "space", "simplicity", "verify_top", "fixed", "logical_axis_rules"
+OF_ONE_PROGRAM = "space", "simplicity", "verify_top", "fixed", "logical_axis_rules"
 
 
 class Traced(NamedTuple):
@@ -130,7 +130,7 @@ class _Planning(NamedTuple):
                 graph, topology, schedule=asked.pipeline, num_stages=asked.num_stages, num_microbatches=asked.num_microbatches,
                 seed=asked.seed, proposals=proposals, seconds=seconds, progress=asked.progress, profile=asked.profile,
                 objective=asked.objective, pareto=asked.pareto, slower_than_s=slower_than_s,
-                share_if_bound=if_bound,
+                share_if_bound=if_bound, expert=asked.expert,
             )  # fmt: skip
         at_most = MOST_TASKS if self.is_asked_for else math.inf
         of_micro = require_runnable(
@@ -142,7 +142,8 @@ class _Planning(NamedTuple):
     def plan_of(self, found: FoundPipeline, topology: DeviceTopology) -> Plan:
         asked = self.asked
         base = Provenance(versions=versions(), objective=asked.objective.describe())
-        provenance = provenance_of(found, base, planner=f"pipeline {asked.pipeline}", seed=asked.seed)
+        planner = f"pipeline {asked.pipeline}" + (f", {asked.expert}" if asked.expert else "")
+        provenance = provenance_of(found, base, planner=planner, seed=asked.seed)
         with on_cpu():
             return pipeline_plan(
                 found.graph, topology, found.times, model=asked.model, provenance=provenance, unroll=asked.unroll,

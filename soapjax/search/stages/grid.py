@@ -25,7 +25,7 @@ import numpy as np
 from soapjax.costs.measured.layer_graph import LayerGraph
 from soapjax.errors import SoapjaxError
 from soapjax.search.stages.gpipe import balanced_partition
-from soapjax.search.stages.stage_figures import STORED, level_between
+from soapjax.search.stages.stage_figures import STORED, expert_of, level_between
 from soapjax.search.stages.stage_problem import Choice, StageProblem
 from soapjax.simulate.pipeline_timeline import StageLoad
 from soapjax.strategy.pipeline import ScheduleName
@@ -104,6 +104,8 @@ class Grid:
             for schedule, chunks in self._schedules(groups, num):
                 for storage, again in itertools.product(STORED, (True, False)):
                     if (storage and width == degree) or (problem.always_rematerialise and not again):
+                        continue
+                    if problem.expert not in (None, expert_of(inside + storage)):
                         continue
                     found.append(Point(
                         schedule=schedule, groups=groups, width=width, chunks=chunks, inside=inside, degree=degree,

@@ -203,7 +203,12 @@ def search_stages(
 
 
 def _walks(problem: StageProblem, rng: np.random.Generator, seen: _Best) -> Iterator[tuple[Iterator[Priced], float, float]]:
-    """What follows the starts: walks, with their shares of the proposals, and of the seconds by which each ends."""
+    """What follows the starts: walks, with their shares of the proposals, and of the seconds by which each ends.
+
+    Nothing where an expert's points of the grid are asked for.
+    """
+    if problem.expert is not None:
+        return
     seeds = sorted(seen.of_stages.values(), key=lambda p: p.rank)[:CHAINS]
     of_chain, of_seconds = (1 - INSIDE_SHARE) / len(seeds), (1 - INSIDE_SHARE - STARTS_SHARE) / len(seeds)
     for k, at in enumerate(seeds, 1):
@@ -238,7 +243,8 @@ def _price_starts(problem: StageProblem, seen: _Best, until: float) -> None:
         interrupts.check()
         if time.monotonic() >= until:
             break
-    for like in [p.choice for p in sorted(seen.of_stages.values(), key=lambda p: p.rank)[:CHAINS]]:
+    likes = seen.of_stages.values() if problem.expert is None else ()
+    for like in [p.choice for p in sorted(likes, key=lambda p: p.rank)[:CHAINS]]:
         if time.monotonic() < until and (choice := _uneven(problem, like)) is not None and problem.is_valid(choice):
             seen.see(problem.price(choice), f"{choice.schedule}, uneven")
         interrupts.check()
@@ -254,6 +260,7 @@ def _is_bound(problem: StageProblem, fits: Sequence[tuple[float, Choice]]) -> bo
 def _impossible(problem: StageProblem) -> Problem:
     stages, batches = (" or ".join(map(str, x[:8])) for x in (problem.stages, problem.microbatches))
     value = f"{stages} stages and {batches} micro-batches on {problem.topology.num_devices} devices"
+    value += f", {problem.expert} in every stage" if problem.expert is not None else ""
     remedy = "ask for another number of stages or micro-batches, or for more devices"
     return Problem("pipeline", value, f"what {' or '.join(problem.schedules)} can run", remedy)
 

@@ -96,6 +96,11 @@ class Inside:
         return self.fabric.figures(self.strategy)
 
 
+def expert_of(name: str) -> str:
+    """Which of the baselines (search/experts/baselines.py) an inner strategy by hand belongs to, by its name."""
+    return "tensor_parallel" if name.startswith("tensor") else "fsdp" if "sharded" in name else "data_parallel"
+
+
 class Fabric:
     """Devices of one stage, at one number of micro-batches: the problem, and its inner strategies.
 

@@ -99,14 +99,19 @@ def rank_of(scores: Scores, usable_bytes: float, objective: Objective) -> tuple[
 
 
 class StageProblem:
-    """A graph and a topology to be cut into stages; prices choices."""
+    """A graph and a topology to be cut into stages; prices choices.
+
+    Args:
+      expert: a baseline, of whose points of the grid the best is taken; None: of all, and of what is searched from there.
+    """
 
     def __init__(
         self, graph: OperatorGraph, topology: DeviceTopology, *, schedules: Sequence[ScheduleName] = SYNCHRONOUS,
         num_stages: int | None = None, num_microbatches: int | None = None, always_rematerialise: bool = False,
         profile: Profile | None = None, objective: Objective = TIME, keeps_front: bool = False,
+        expert: str | None = None,
     ):  # fmt: skip
-        self.objective = objective
+        self.objective, self.expert = objective, expert
         self.front = Front(topology.device.usable_memory_bytes, dataclasses.astuple) if keeps_front else None
         self.exact = StageLoads(graph, topology, profile, sums_once=all(SCHEDULES[s].is_synchronous for s in schedules))
         self.forward = self.exact.forward
