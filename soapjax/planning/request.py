@@ -140,8 +140,9 @@ class PlanRequest:
             beside = "micro-batches" if self.adds_up else "a pipeline"
             expected, remedy = f"{' or '.join(allowed)} beside {beside}", f"drop planner, or {beside}"
             problems.append(Problem("planner", repr(self.planner), expected, remedy))
-        if self.fixed is not None and (self.pipeline is not None or self.adds_up):
-            problems.append(Problem("fixed", "given beside a pipeline or micro-batches", "one of them", "drop it"))
+        if self.pipeline is not None or self.adds_up:
+            of_user = [name for name in ("fixed", "logical_axis_rules") if getattr(self, name) is not None]
+            problems += [Problem(name, "given beside a pipeline or micro-batches", "one of them", "drop it") for name in of_user]
         return problems
 
     @property

@@ -111,6 +111,13 @@ def test_a_planner_of_one_program_is_not_dropped_in_silence(more):
         commands.run(command, None)
 
 
+@pytest.mark.parametrize("more", [{"microbatches": 2}, {"pipeline": "auto"}], ids=str)
+def test_what_only_one_program_keeps_to_is_not_dropped_in_silence(more):
+    with pytest.raises(SoapjaxError) as e:
+        soap_shard(never, fixed={"w": "d0"}, logical_axis_rules=(("mlp", "d0"),), **more)
+    assert [p.place for p in e.value.problems] == ["fixed", "logical_axis_rules"]
+
+
 @pytest.mark.parametrize("pipeline", ["pipedream", soapjax.strategy.pipeline.Pipeline])
 def test_what_says_itself_how_stages_are_split_takes_no_other_planner(pipeline):
     if not isinstance(pipeline, str):
