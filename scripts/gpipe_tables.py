@@ -37,8 +37,9 @@ from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import trace
 from soapjax.helpers.csv_files import Count, CsvRow, Name, Positive, read_rows
 from soapjax.helpers.files import write_text_atomic
+from soapjax.search.stages.choices import Choice
 from soapjax.search.stages.gpipe import balanced_partition
-from soapjax.search.stages.stage_problem import Choice, StageProblem
+from soapjax.search.stages.stage_problem import StageProblem
 from soapjax.topology import DeviceTopology
 
 SIZES = dict(width=2048, heads=32, mlp_ratio=4, seq=1024, vocab=32000)

@@ -117,7 +117,8 @@ def by_hand(row: Row, node: str) -> dict[str, Any]:
     """What the simulator says of the published configuration."""
     from soapjax.graph.passes.build import build_graph
     from soapjax.graph.trace.tracing import trace
-    from soapjax.search.stages.stage_problem import Choice, StageProblem
+    from soapjax.search.stages.choices import Choice
+    from soapjax.search.stages.stage_problem import StageProblem
     from soapjax.steps.sourced_models import abstract_model
     from soapjax.strategy.plan import ModelSource
     from soapjax.topology import load_topology

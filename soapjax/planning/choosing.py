@@ -27,8 +27,8 @@ from soapjax.planning.pipelining.pipelines import Beaten
 from soapjax.planning.request import PlanRequest
 from soapjax.report.front_table import FrontRow
 from soapjax.search.objective import Objective
+from soapjax.search.stages.choices import rank_of, scores_of
 from soapjax.search.stages.joint_search import DEFAULT_PROPOSALS
-from soapjax.search.stages.stage_problem import rank_of, scores_of
 from soapjax.strategy.plan import Plan, Prediction, StrategyFigures
 
 LEAST_LEFT = 0.5  # of their part of the seconds, that pipelines have however long one program took

@@ -9,7 +9,7 @@ from soapjax.planning.pipelining.pipelines import FoundPipeline
 from soapjax.report.front_table import FrontRow
 from soapjax.search.front import joined
 from soapjax.search.problem import Evaluation
-from soapjax.search.stages.stage_problem import Choice
+from soapjax.search.stages.choices import Choice
 from soapjax.strategy.pipeline import Pipeline
 
 

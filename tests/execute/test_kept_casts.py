@@ -15,7 +15,8 @@ from soapjax.execute.streams.stage_programs import step_of_plan
 from soapjax.graph.passes.build import build_graph
 from soapjax.planning.pipelining.given_pipeline import pipelined
 from soapjax.planning.plan_files import recost
-from soapjax.search.stages.stage_problem import Choice, StageProblem
+from soapjax.search.stages.choices import Choice
+from soapjax.search.stages.stage_problem import StageProblem
 from soapjax.strategy.plan import Plan
 from soapjax.topology import load_topology
 

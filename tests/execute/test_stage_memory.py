@@ -9,7 +9,8 @@ from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import trace
 from soapjax.planning.pipelining.given_pipeline import pipelined
-from soapjax.search.stages.stage_problem import Choice, StageProblem
+from soapjax.search.stages.choices import Choice
+from soapjax.search.stages.stage_problem import StageProblem
 from soapjax.topology import load_topology
 
 NUM, WIDTH, LAYERS, BATCH = 4, 16, 6, 1024

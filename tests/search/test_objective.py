@@ -22,8 +22,9 @@ from soapjax.search.objective import TIME, Objective, objective_of
 from soapjax.search.planners import PLACEMENT_PLANNERS, PLANNERS, get_planner
 from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.search.proofs.branch_and_bound import exhaustive
+from soapjax.search.stages.choices import Choice
 from soapjax.search.stages.joint_search import search_stages
-from soapjax.search.stages.stage_problem import Choice, StageProblem
+from soapjax.search.stages.stage_problem import StageProblem
 from soapjax.simulate.simulator import Scores
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.layout import PINNED

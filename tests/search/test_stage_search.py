@@ -23,13 +23,14 @@ from soapjax.planning.pipelining.staging import plan_pipeline
 from soapjax.planning.plan_files import recost
 from soapjax.planning.profiling import in_stages
 from soapjax.search.stages import condensed_loads, stage_problem
+from soapjax.search.stages.choices import Choice
 from soapjax.search.stages.condensed_loads import CondensedLoads
 from soapjax.search.stages.grid import Grid
 from soapjax.search.stages.inside_search import LEAST_GAIN, searched_inside
 from soapjax.search.stages.joint_search import CHAINS, _Best, _price_starts, search_stages
 from soapjax.search.stages.stage_figures import part_of
 from soapjax.search.stages.stage_loads import StageLoads, crossing_bytes, stage_of_operators
-from soapjax.search.stages.stage_problem import Choice, StageProblem
+from soapjax.search.stages.stage_problem import StageProblem
 from soapjax.simulate.simulator import Simulator
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.plan import Plan

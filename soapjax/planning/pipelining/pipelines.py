@@ -18,10 +18,11 @@ from soapjax.planning.pipelining.stage_baselines import whole_baselines
 from soapjax.planning.pipelining.stage_times import StageTimes, simulated_stages
 from soapjax.search.front import Front, FrontPoint
 from soapjax.search.objective import LEAST_VIOLATING, TIME, Objective
+from soapjax.search.stages.choices import Choice, Priced
 from soapjax.search.stages.joint_search import search_stages
 from soapjax.search.stages.pipedream_stages import Memory, pipedream
 from soapjax.search.stages.stage_loads import stage_of_operators
-from soapjax.search.stages.stage_problem import SYNCHRONOUS, Choice, Priced, StageProblem
+from soapjax.search.stages.stage_problem import SYNCHRONOUS, StageProblem
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.pipeline import Pipeline, ScheduleName, Stage
 from soapjax.strategy.plan import Provenance, StrategyFigures

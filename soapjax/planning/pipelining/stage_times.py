@@ -14,11 +14,11 @@ from soapjax.costs.split_share import share_of
 from soapjax.graph.operators import OperatorGraph
 from soapjax.planning.pipelining.stage_sends import peak_sent_bytes, sends_among_replicas, sends_between, sends_of_stage
 from soapjax.search.objective import Objective
+from soapjax.search.stages.choices import rank_of, scores_of
 from soapjax.search.stages.pipedream_stages import Workers
 from soapjax.search.stages.stacks import Stacks
 from soapjax.search.stages.stage_figures import level_between
 from soapjax.search.stages.stage_loads import CrossingBytes, StageLoads, transfers_of
-from soapjax.search.stages.stage_problem import rank_of, scores_of
 from soapjax.simulate.pipeline_timeline import PipelineTimeline, StageLoad, Transfer, keeping_casts, simulate_pipeline
 from soapjax.simulate.simulator import Scores
 from soapjax.strategy.configs import Strategy

@@ -24,9 +24,10 @@ import numpy as np
 
 from soapjax.costs.measured.layer_graph import LayerGraph
 from soapjax.errors import SoapjaxError
+from soapjax.search.stages.choices import Choice
 from soapjax.search.stages.gpipe import balanced_partition
 from soapjax.search.stages.stage_figures import STORED, expert_of, level_between
-from soapjax.search.stages.stage_problem import Choice, StageProblem
+from soapjax.search.stages.stage_problem import StageProblem
 from soapjax.simulate.pipeline_timeline import StageLoad
 from soapjax.strategy.pipeline import ScheduleName
 

@@ -16,7 +16,8 @@ from soapjax.helpers import interrupts
 from soapjax.search.descent.assignments import Assignments
 from soapjax.search.descent.descending import Descent
 from soapjax.search.problem import Evaluation
-from soapjax.search.stages.stage_problem import Choice, Priced, StageProblem
+from soapjax.search.stages.choices import Choice, Priced
+from soapjax.search.stages.stage_problem import StageProblem
 from soapjax.strategy.configs import Strategy
 
 AT_ONCE = 4  # strategies of one round

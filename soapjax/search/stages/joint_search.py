@@ -27,10 +27,11 @@ import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.helpers import interrupts
+from soapjax.search.stages.choices import Choice, Priced
 from soapjax.search.stages.grid import Grid
 from soapjax.search.stages.inside_search import searched_inside
 from soapjax.search.stages.pipedream_stages import Memory, pipedream
-from soapjax.search.stages.stage_problem import Choice, Priced, StageProblem
+from soapjax.search.stages.stage_problem import StageProblem
 
 MOST_TRIED = 480  # points of the grid whose stages are looked at
 MOST_STARTS = 96  # of these that are priced
