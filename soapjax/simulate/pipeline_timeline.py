@@ -30,16 +30,9 @@ from typing import NamedTuple
 import numpy as np
 
 from soapjax.simulate.event import TaskGraph, run, successors_of
+from soapjax.strategy.held import held_by, in_flight
 from soapjax.strategy.pipeline import Action, Pipeline
-from soapjax.strategy.schedules import (
-    actions,
-    groups_of,
-    held_by,
-    in_flight,
-    kind_of,
-    recomputes_apart,
-    splits_backward,
-)
+from soapjax.strategy.schedules import actions, groups_of, kind_of, recomputes_apart, splits_backward
 
 ROUNDS = 3  # of as many micro-batches as there are groups of devices, until a synchronous pipeline is in its steady state
 

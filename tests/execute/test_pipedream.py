@@ -17,8 +17,8 @@ from soapjax.execute.streams.pipedream import PipeDreamStep
 from soapjax.execute.streams.stage_programs import places_of
 from soapjax.graph.passes.build import build_graph
 from soapjax.planning.pipelining.stage_strategies import plans_of_stages
+from soapjax.strategy.held import in_flight
 from soapjax.strategy.pipeline import Action, Pipeline, Stage
-from soapjax.strategy.schedules import in_flight
 from soapjax.topology import load_topology
 
 WIDTH, LAYERS, MINIBATCHES = 8, 4, 12

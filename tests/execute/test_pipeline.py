@@ -23,8 +23,8 @@ from soapjax.graph.microbatch import sample_divisor
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import trace
 from soapjax.planning.pipelining.given_pipeline import pipelined
+from soapjax.strategy.held import in_flight
 from soapjax.strategy.pipeline import Pipeline, Stage
-from soapjax.strategy.schedules import in_flight
 
 MODELS = {
     "mlp": ("mlp", dict(batch=16, width=16, layers=3, features=8)),

@@ -5,8 +5,9 @@ import hypothesis.strategies as st
 import pytest
 
 from soapjax.errors import SoapjaxError
+from soapjax.strategy.held import in_flight, most_held
 from soapjax.strategy.pipeline import Pipeline, Stage
-from soapjax.strategy.schedules import actions, dispatch_order, groups_of, in_flight, most_held, needs
+from soapjax.strategy.schedules import actions, dispatch_order, groups_of, needs
 
 
 def pipeline(schedule, num_stages, num_microbatches, *, num_groups=None, replicas=None):

@@ -8,7 +8,7 @@ computes the gradient of minibatch n with the weights as of n - (S - 1 - i) mini
 replicas deals minibatches out to them in turn (1F1B-RR) and applies the mean of each round of r gradients, on all of them
 (replicas.py).
 
-A call works its batch off as M minibatches and drains the pipeline; in flight are never more than `schedules.in_flight`.
+A call works its batch off as M minibatches and drains the pipeline; in flight are never more than `held.in_flight`.
 Versions are names in the list of dispatches: one is freed when its last reader has been dispatched. An update takes the memory of
 what no pass reads any more: of optimizer state, and of weights where one minibatch at a time is under way.
 """
@@ -32,8 +32,9 @@ from soapjax.execute.streams.replicas import Replicas
 from soapjax.execute.streams.small_programs import numbers, rows_apart
 from soapjax.execute.streams.stream import Name, Stream, StreamBuilder
 from soapjax.graph.passes.phases import UPDATE
+from soapjax.strategy.held import in_flight
 from soapjax.strategy.pipeline import Action, Pipeline
-from soapjax.strategy.schedules import dispatch_order, in_flight
+from soapjax.strategy.schedules import dispatch_order
 
 
 class _Update(NamedTuple):
