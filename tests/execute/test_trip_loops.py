@@ -15,7 +15,9 @@ from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.parts import rolled_cut
 from soapjax.execute.parts.cut import Part, make_part
 from soapjax.execute.parts.stacked_rows import RowsAndStacks, StackedRows
-from soapjax.execute.parts.trip_loops import Irregular, Rolled, TripLoop, runs_of_rows
+from soapjax.execute.parts.trip_families import runs_of_rows
+from soapjax.execute.parts.trip_loops import Rolled, TripLoop
+from soapjax.execute.parts.trip_order import Irregular
 from soapjax.execute.spmd.evaluator import ProgramEvaluator
 from soapjax.execute.streams.stage_programs import step_of_plan
 from soapjax.graph.trace.tracing import trace

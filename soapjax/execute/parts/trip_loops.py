@@ -7,8 +7,8 @@ that holds equal layers, planned alike, need not hold their equations once per l
 
 Equations that are alike in all trips are a *family*. What a family reads is the same for all trips (a constant), made in the same
 trip, made in the trip before (carried), or a value for each trip: a tuple of rows, one array [trips, ...] (stacked_rows.py).
-Families are put into as few loops as their order allows, and each as late as its readers let it: what is cheap to make again for
-the backward pass is made in the loop that reads it, and not kept for all trips.
+Families (trip_families.py) are put into as few loops as their order (trip_order.py) allows, and each as late as its readers let it:
+what is cheap to make again for the backward pass is made in the loop that reads it, and not kept for all trips.
 """
 
 from __future__ import annotations
@@ -16,32 +16,18 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from soapjax.execute.parts.cut import Part
 from soapjax.execute.parts.stacked_rows import StackedRows
+from soapjax.execute.parts.trip_families import Alike, Family, Rows, families, shift_of
+from soapjax.execute.parts.trip_order import FORWARDS, SAME, Irregular, TripOrder
 from soapjax.graph.rules.light_rules import LIGHT
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
-
-SAME, FORWARDS, BACKWARDS = 0, 1, -1  # what a family reads of another: of its own trip, of the row before, of the row after
-Rows = tuple[int, ...]  # a value for each row
-Alike = Callable[[FlatEqn], Hashable]
-
-
-@dataclasses.dataclass(eq=False)
-class _Family:
-    """Equations that are alike, by row."""
-
-    eqns: dict[int, FlatEqn]
-
-    def outputs(self, j: int, rows: Sequence[int]) -> Rows:
-        return tuple(self.eqns[t].outputs[j] for t in rows)
 
 
 class _Carry(NamedTuple):
@@ -93,10 +79,6 @@ class TripLoop:
         return FlatEqn((-1, number), jax.lax.scan_p, params, inputs, outputs, "", self.eqns[0].ctx, body)
 
 
-class Irregular(Exception):
-    """Trips that differ in a way that is not known here."""
-
-
 class Rolled:
     """A part, some rows of which are loops.
 
@@ -111,16 +93,16 @@ class Rolled:
         self.loops: list[TripLoop] = []
         self.items: list[FlatEqn | TripLoop] = list(part.eqns)
         found = families(part.eqns, alike) if rows else {}
-        shifts = ((by_row, _shift(by_row.keys(), rows)) for by_row in found.values())
-        if mine := [_Family({t: by_row[t + shift] for t in rows}) for by_row, shift in shifts if shift is not None]:
+        shifts = ((by_row, shift_of(by_row.keys(), rows)) for by_row in found.values())
+        if mine := [Family({t: by_row[t + shift] for t in rows}) for by_row, shift in shifts if shift is not None]:
             self._roll(mine)
         self._maker = {v: (loop, own) for loop in self.loops for own in loop.results for v in own}
         self._last = {c.last for loop in self.loops for c in loop.carries}
         singles = (e for e in self.items if isinstance(e, FlatEqn))
         self._single = {o for e in singles for o in e.outputs}
 
-    def _roll(self, families: list[_Family]) -> None:
-        graph = _Order(families, self.part.eqns, self.rows)
+    def _roll(self, families: list[Family]) -> None:
+        graph = TripOrder(families, self.part.eqns, self.rows)
         position = {e.key: k for k, e in enumerate(self.part.eqns)}
         by_time: dict[int, list[int]] = collections.defaultdict(list)
         for f, time in enumerate(graph.time[: len(families)]):
@@ -197,179 +179,10 @@ class Rolled:
         return tuple(item if isinstance(item, FlatEqn) else made[id(item)] for item in self.items)
 
 
-def families(eqns: Sequence[FlatEqn], alike: Alike) -> dict[tuple, dict[int, FlatEqn]]:
-    """Equations of trips that are alike, by family and row: of each family most of its rows."""
-    by_trip: dict[tuple, dict[int, FlatEqn]] = collections.defaultdict(dict)
-    twice: set[tuple] = set()
-    for e in eqns:
-        if e.trip is not None and e.body is None:
-            if e.trip.row in by_trip[e.trip.of]:
-                twice.add(e.trip.of)
-            by_trip[e.trip.of][e.trip.row] = e
-    return {of: _most(by_row, alike) for of, by_row in by_trip.items() if of not in twice}
-
-
-def _most(by_row: dict[int, FlatEqn], alike: Alike) -> dict[int, FlatEqn]:
-    classes: list[list[int]] = []
-    for row, e in by_row.items():
-        same = (rows for rows in classes[:2] if _is_like(by_row[rows[0]], e) and alike(by_row[rows[0]]) == alike(e))
-        mine = next(same, None)
-        if mine is None:
-            classes.append(mine := [])
-        mine.append(row)
-    return {row: by_row[row] for row in max(classes, key=len)}
-
-
-def _shift(having: Collection[int], rows: Sequence[int]) -> int | None:
-    """By how many rows a family that has some is behind, or ahead of, the trips `rows`; None where it has not as many.
-
-    Where a stage begins within a layer, say behind its norm, the norm of the next layer ends a trip.
-    """
-    return next((k for k in (0, 1, -1) if all(t + k in having for t in rows)), None)
-
-
-def runs_of_rows(parts: Sequence[Part], alike: Alike, least: int) -> list[list[int]]:
-    """Runs of at least so many rows of which the parts have families, those with the most equations first."""
-    having = [frozenset(by_row) for part in parts for by_row in families(part.eqns, alike).values() if len(by_row) > 1]
-    counts = collections.Counter(having)
-    rows = sorted({t for h in having for t in h})
-    found = []
-    for first in rows:
-        for last in rows:
-            run = range(first, last + 1)
-            if len(run) >= least:
-                found.append((sum(n * len(run) for h, n in counts.items() if _shift(h, run) is not None), -first, list(run)))
-    return [run for n, _, run in sorted(found, reverse=True) if n]
-
-
-def _is_like(a: FlatEqn, b: FlatEqn) -> bool:
-    """Whether two equations compute the same of other operands."""
-    if a.name != b.name or len(a.inputs) != len(b.inputs) or len(a.outputs) != len(b.outputs):
-        return False
-    if a.params is b.params:
-        return True
-    try:
-        return bool(a.params == b.params)
-    except ValueError:  # arrays among them
-        return False
-
-
 def _is_same(a: Atom, b: Atom) -> bool:
     if isinstance(a, int) or isinstance(b, int):
         return isinstance(a, int) and isinstance(b, int) and a == b
     return a.aval == b.aval and np.array_equal(a.val, b.val)
-
-
-class _Order:
-    """When each family and each other equation is evaluated: loops at even times, other equations at odd ones.
-
-    `read[f][j]`: (family, output, which row of it) of the j-th operand of a family, where every row reads that.
-    """
-
-    def __init__(self, families: list[_Family], eqns: Sequence[FlatEqn], rows: list[int]):
-        self.families, self.rows = families, rows
-        rolled = {e.key for family in families for e in family.eqns.values()}
-        self.singles = [e for e in eqns if e.key not in rolled]
-        self.maker: dict[int, tuple[int, int, int | None]] = {}  # value -> node, output, row
-        for f, family in enumerate(families):
-            self.maker.update({o: (f, j, t) for t, e in family.eqns.items() for j, o in enumerate(e.outputs)})
-        for s, e in enumerate(self.singles):
-            self.maker.update({o: (len(families) + s, j, None) for j, o in enumerate(e.outputs)})
-        # (maker, reader) -> kinds; None: of other rows.
-        self.edges: dict[tuple[int, int], set[int | None]] = collections.defaultdict(set)
-        self.read: list[list[tuple[int, int, int] | None]] = [self._reads(f) for f in range(len(families))]
-        for s, e in enumerate(self.singles):
-            for a in e.inputs:
-                if isinstance(a, int) and a in self.maker:
-                    self.edges[self.maker[a][0], len(families) + s].add(None)
-        self.direction: dict[int, int] = {}  # of loops, by time
-        self.time = self._times()
-
-    def _reads(self, f: int) -> list[tuple[int, int, int] | None]:
-        family = self.families[f]
-        found = []
-        for j in range(len(family.eqns[self.rows[0]].inputs)):
-            atoms = [family.eqns[t].inputs[j] for t in self.rows]
-            way = self._way(atoms)
-            found.append(way)
-            if way is not None:
-                self.edges[way[0], f].add(way[2])
-            first = {FORWARDS: atoms[:1], BACKWARDS: atoms[-1:], SAME: []}
-            for a in atoms if way is None else first[way[2]]:
-                if isinstance(a, int) and a in self.maker:
-                    self.edges[self.maker[a][0], f].add(None)
-        return found
-
-    def _way(self, atoms: Sequence[Atom]) -> tuple[int, int, int] | None:
-        """(family, output, which row) where all rows read it of one family: the first, or last, of a loop apart."""
-        made = [self.maker.get(a, (-1, 0, None)) if isinstance(a, int) else (-1, 0, None) for a in atoms]
-        for way, own in ((SAME, slice(None)), (FORWARDS, slice(1, None)), (BACKWARDS, slice(None, -1))):
-            mine, rows = made[own], self.rows[own]
-            g, j, row = mine[0]
-            if row is not None and all(m == (g, j, t - way) for m, t in zip(mine, rows, strict=True)):
-                return g, j, way
-        return None
-
-    def _times(self) -> list[int]:
-        num = len(self.families) + len(self.singles)
-        pairs = list(self.edges)
-        matrix = coo_array((np.ones(len(pairs)), ([a for a, _ in pairs], [b for _, b in pairs])), shape=(num, num))
-        _, of = connected_components(matrix, directed=True, connection="strong")
-        members: dict[int, list[int]] = collections.defaultdict(list)
-        for node, c in enumerate(of.tolist()):
-            members[c].append(node)
-        before: dict[int, dict[int, set[int | None]]] = collections.defaultdict(lambda: collections.defaultdict(set))
-        after: dict[int, dict[int, set[int | None]]] = collections.defaultdict(lambda: collections.defaultdict(set))
-        own: dict[int, set[int | None]] = collections.defaultdict(set)
-        for (a, b), kinds in self.edges.items():
-            if of[a] == of[b]:
-                own[of[a]] |= kinds
-            else:
-                before[of[b]][of[a]] |= kinds
-                after[of[a]][of[b]] |= kinds
-        order = _sorted(len(members), before, after)
-        ways = {c: self._direction(members[c], own[c], before[c]) for c in order}
-        time: dict[int, int] = {}
-        for c in order:
-            time[c] = self._earliest(c, members, ways, before[c], time)
-        for c in reversed(order):
-            if ways[c] == SAME and members[c][0] < len(self.families) and after[c]:
-                time[c] = max(time[c], min(self._latest(time[d], kinds, members[d]) for d, kinds in after[c].items()))
-        return [time[int(c)] for c in of]
-
-    def _direction(self, nodes: list[int], own: set[int | None], before: dict[int, set[int | None]]) -> int:
-        """The order of trips in which a component can run; SAME: any."""
-        is_single = nodes[0] >= len(self.families)
-        if own and (None in own or {FORWARDS, BACKWARDS} <= own or any(n >= len(self.families) for n in nodes)):
-            raise Irregular
-        if is_single:
-            return SAME
-        ways = own - {SAME} or {k for kinds in before.values() for k in kinds} & {FORWARDS, BACKWARDS}
-        return ways.pop() if len(ways) == 1 else SAME
-
-    def _earliest(
-        self, c: int, members: dict[int, list[int]], ways: dict[int, int], before: dict[int, set[int | None]], time: dict[int, int]
-    ) -> int:  # fmt: skip
-        num = len(self.families)
-        if members[c][0] >= num:
-            return max([-1, *(time[d] if members[d][0] >= num else time[d] + 1 for d in before)])
-        found = 0
-        for d, kinds in before.items():
-            if members[d][0] >= num:
-                found = max(found, time[d] + 1)
-            else:
-                goes = kinds <= {SAME, ways[c]} and (ways[c] == SAME or self.direction.get(time[d], ways[c]) == ways[c])
-                found = max(found, time[d] if goes else time[d] + 2)
-        if ways[c] != SAME:
-            while self.direction.get(found, ways[c]) != ways[c]:
-                found += 2
-            self.direction[found] = ways[c]
-        return found
-
-    def _latest(self, time: int, kinds: set[int | None], nodes: list[int]) -> int:
-        if nodes[0] >= len(self.families):
-            return time - 1
-        return time if kinds <= {SAME, self.direction.get(time, FORWARDS)} else time - 2
 
 
 def _values(atoms: Sequence[Atom]) -> Rows:
@@ -380,23 +193,8 @@ def _values(atoms: Sequence[Atom]) -> Rows:
     return values
 
 
-def _sorted(num: int, before: Any, after: Any) -> list[int]:
-    """Components, makers first."""
-    missing = {c: len(before[c]) for c in range(num)}
-    ready = collections.deque(c for c in range(num) if not missing[c])
-    order = []
-    while ready:
-        c = ready.popleft()
-        order.append(c)
-        for d in after[c]:
-            missing[d] -= 1
-            if not missing[d]:
-                ready.append(d)
-    return order
-
-
 def _loop(
-    members: list[_Family], numbers: list[int], graph: _Order, direction: int, position: dict[str, int]
+    members: list[Family], numbers: list[int], graph: TripOrder, direction: int, position: dict[str, int]
 ) -> TripLoop:  # fmt: skip
     """Families as one loop: its body is the second trip's, whose carried values are made by the first."""
     rows = graph.rows
