@@ -13,7 +13,8 @@ import numpy as np
 
 from soapjax.costs.incremental import Counts, Dependents, DoneWith, Results
 from soapjax.costs.rules.sets import MAX_AXES, decoded
-from soapjax.costs.tables.arrays import Bucket, CostArrays, Records, bucket_for, cost_arrays, need_of, records_of
+from soapjax.costs.tables.arrays import CostArrays, Records, cost_arrays, need_of, records_of
+from soapjax.costs.tables.buckets import Bucket, bucket_for
 from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.costs.whole import Evaluated, evaluate, nothing_yet
 from soapjax.jit.programs import PlannerProgram

@@ -28,7 +28,8 @@ from soapjax.costs.rules.record_rules import (
     violations,
 )
 from soapjax.costs.rules.sets import DIGITS, SET, every, parts_of, union
-from soapjax.costs.tables.arrays import Bucket, CostArrays, Records, edge_of
+from soapjax.costs.tables.arrays import CostArrays, Records, edge_of
+from soapjax.costs.tables.buckets import Bucket
 from soapjax.jit.array_types import Array
 from soapjax.jit.kernel import added, in_kernel, put, row, zeroed
 

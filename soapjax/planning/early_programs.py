@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from soapjax.costs.rules.many_reshards import prepare_reshards
-from soapjax.costs.tables.arrays import bucket_for, need_of
+from soapjax.costs.tables.arrays import need_of
+from soapjax.costs.tables.buckets import bucket_for
 from soapjax.costs.tables.problem_tables import cost_tables
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import TracedStep, trace

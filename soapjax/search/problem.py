@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from soapjax.costs.measured.profile import Profile
-from soapjax.costs.tables.arrays import Bucket
+from soapjax.costs.tables.buckets import Bucket
 from soapjax.costs.tables.problem_tables import cost_tables
 from soapjax.graph.operators import OperatorGraph
 from soapjax.helpers.garbage import fewer_collections

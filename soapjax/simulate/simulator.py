@@ -19,7 +19,7 @@ from soapjax.costs.incremental import Results
 from soapjax.costs.itemize import sent_parts
 from soapjax.costs.rules.links import COLLECTIVES
 from soapjax.costs.split_share import share_of, split_flops
-from soapjax.costs.tables.arrays import Bucket
+from soapjax.costs.tables.buckets import Bucket
 from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.graph.lifespans import makers
 from soapjax.jit.array_types import Array

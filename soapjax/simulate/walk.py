@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from soapjax.costs.tables.arrays import Bucket, at_least, grown
+from soapjax.costs.tables.buckets import Bucket, at_least, grown
 from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.jit.array_types import Array, Scalar
 from soapjax.jit.kernel import in_kernel, largest, put, row

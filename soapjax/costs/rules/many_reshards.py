@@ -11,7 +11,7 @@ import numpy as np
 from soapjax.costs.rules.links import Links
 from soapjax.costs.rules.reshard_cost import Network, network_of, reshard
 from soapjax.costs.rules.sets import Mesh, encoded, mesh_of
-from soapjax.costs.tables.arrays import SMALL
+from soapjax.costs.tables.buckets import SMALL
 from soapjax.jit.kernel import in_kernel
 from soapjax.jit.programs import PlannerProgram
 from soapjax.strategy.layout import PINNED

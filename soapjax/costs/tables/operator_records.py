@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soapjax.costs.tables.arrays import NONE, Bucket, Records, at_least, grown, padded, slot_masks
+from soapjax.costs.tables.arrays import NONE, Records, padded, slot_masks
+from soapjax.costs.tables.buckets import Bucket, at_least, grown
 from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.jit.array_types import Array
 

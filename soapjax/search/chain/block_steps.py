@@ -17,7 +17,7 @@ from jax import lax
 from soapjax.costs.memory.memory_change import Alive
 from soapjax.costs.rules import sets
 from soapjax.costs.rules.base import Base
-from soapjax.costs.tables.arrays import Bucket
+from soapjax.costs.tables.buckets import Bucket
 from soapjax.jit.array_types import Array, Scalar
 from soapjax.jit.kernel import in_kernel, put, row
 from soapjax.jit.programs import PlannerProgram

@@ -19,7 +19,8 @@ from soapjax.costs.memory.memory_change import Alive, alive_of, most_added, peak
 from soapjax.costs.rules.base import Base, Change, nothing_changed, span
 from soapjax.costs.rules.record_rules import config_of, violations
 from soapjax.costs.rules.sets import MAX_AXES
-from soapjax.costs.tables.arrays import Bucket, CostArrays
+from soapjax.costs.tables.arrays import CostArrays
+from soapjax.costs.tables.buckets import Bucket
 from soapjax.costs.tables.operator_records import OwnRecords, OwnSizes, own_records
 from soapjax.costs.whole import PerRecord, no_records
 from soapjax.jit.array_types import Array, Scalar
