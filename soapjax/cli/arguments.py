@@ -69,6 +69,10 @@ class PlanCommand:
     """Where to write the plan."""
     unroll: bool = False
     """Plan every step of a scan on its own."""
+    axis_name: tyro.conf.UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
+    """An axis over which the step's own collectives go, as of jax.pmap: its one member is the whole batch. Repeat for more."""
+    strip_constraints: bool = False
+    """Leave the step's own sharding constraints out."""
     profile: str | None = None
     """Cost with measurements: a file of `soapjax profile`, or "auto": all in the cache that fit."""
     simplicity: float = 0.5
@@ -238,6 +242,10 @@ class ProfileCommand:
     """Also measure what a stage of a pipeline does of the batch in so many parts: one number or more."""
     unroll: bool = False
     """Plan every step of a scan on its own."""
+    axis_name: tyro.conf.UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
+    """An axis over which the step's own collectives go, as of jax.pmap: its one member is the whole batch. Repeat for more."""
+    strip_constraints: bool = False
+    """Leave the step's own sharding constraints out."""
     output: Annotated[str | None, tyro.conf.arg(aliases=["-o"])] = None
     """A file; by default a new one in the cache (~/.cache/soapjax/profiles, or $SOAPJAX_CACHE/profiles)."""
     json: bool = False

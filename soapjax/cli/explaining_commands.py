@@ -20,7 +20,7 @@ from soapjax.planning.plan_files import Opened, opened_alone, reopened
 from soapjax.report.difference import difference_of, difference_report
 from soapjax.report.explanation import explanation_report, operator_report
 from soapjax.report.html import Extras, page
-from soapjax.strategy.plan import Plan
+from soapjax.strategy.plan import TRACING, Plan
 from soapjax.strategy.plan_strategy import topology_of
 
 NO_GRAPH = "the plan carries no operator graph (older versions wrote none): this is what is written in the file"
@@ -89,7 +89,7 @@ def diff_command(command: DiffCommand) -> Result:
 
 def _one_problem(a: Plan, b: Plan) -> bool:
     """Whether two plans are points of one space, with the same figures for their costs."""
-    same = all(getattr(a, f) == getattr(b, f) for f in ("topology", "mesh", "profile", "fixed", "unroll"))
+    same = all(getattr(a, f) == getattr(b, f) for f in ("topology", "mesh", "profile", "fixed", *TRACING))
     is_one_program = a.pipeline is None and b.pipeline is None and a.recomputed == b.recomputed
     return same and is_one_program and a.graph.fingerprint == b.graph.fingerprint and bool(a.pinned) == bool(b.pinned)
 

@@ -32,7 +32,7 @@ from soapjax.report.plan_tables import seconds
 from soapjax.report.text_table import TextTable
 from soapjax.steps.call_checks import check_planned
 from soapjax.steps.sourced_models import abstract_model, model_source
-from soapjax.strategy.plan import Plan
+from soapjax.strategy.plan import TRACING, Plan
 from soapjax.strategy.plan_strategy import strategy_of, topology_of
 
 
@@ -41,7 +41,7 @@ def profile_command(command: ProfileCommand, progress: Any = None) -> Result:
     require_kind(topology)
     model = abstract_model(model_source(command.model, command.set))
     check_planned(model.arguments, argument_names(model.step, len(model.arguments)))
-    step = trace(model.step, *model.arguments, unroll=command.unroll)
+    step = trace(model.step, *model.arguments, **{name: getattr(command, name) for name in TRACING})
     with closing(progress):
         found, notes = measure_profile(
             step, topology, seconds=command.seconds, command=_command_line(), search=command.search,

@@ -34,7 +34,7 @@ def wanted_topology(command: PlanCommand | ProfileCommand) -> DeviceTopology:
 def opened(plan: Plan, path: str, source: ModelSource, topology: str | None) -> tuple[plan_files.Opened, Model, TracedStep]:
     wanted = load_topology(topology) if topology is not None else None
     model = abstract_model(source)
-    step = trace(model.step, *model.arguments, unroll=plan.unroll)
+    step = trace(model.step, *model.arguments, **plan.tracing)
     return plan_files.opened(plan, step, place=path, topology=wanted), model, step
 
 

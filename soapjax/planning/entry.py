@@ -21,7 +21,7 @@ from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.recompute import Recomputation
-from soapjax.graph.trace.tracing import TracedStep, Unroll, argument_names, trace
+from soapjax.graph.trace.tracing import TracedStep, argument_names, trace
 from soapjax.helpers import interrupts
 from soapjax.helpers.own_config import on_cpu, own_configuration
 from soapjax.helpers.sizes import size
@@ -115,7 +115,7 @@ def plan_one_program(request: PlanRequest, fn: Callable[..., Any], *args: Any, k
     )  # fmt: skip
 
     def plan_of(found: Searched, **more: Any) -> Plan:
-        return plan_of_strategy(found.problem, found.result.best.strategy, model=asked.model, unroll=asked.unroll, **more)
+        return plan_of_strategy(found.problem, found.result.best.strategy, model=asked.model, tracing=asked.tracing_in_plan, **more)
 
     program: CompiledStep | None = None
     compiled: tuple[CompiledFigures, ...] = ()
@@ -235,7 +235,7 @@ def time_plan(plan: Plan, step: TracedStep, leaves: Sequence[Any], devices: Sequ
 
 def plan_of_strategy(
     problem: PlanningProblem, strategy: Strategy, *, model: ModelSource | None = None, provenance: Provenance = Provenance(),
-    unroll: Unroll = False,
+    tracing: Mapping[str, Any] = {},
 ) -> Plan:  # fmt: skip
     """The plan of any strategy of a problem's space, with its specs and prediction."""
     simulator = problem.simulator
@@ -249,7 +249,7 @@ def plan_of_strategy(
     each = figures, operator_costs(simulator.tables, costs, strategy, sends)
     return make_plan(
         problem.space, topology, strategy, mesh_plan(problem.space, strategy, layouts.slots, layouts.home, *each), prediction,
-        model=model, provenance=provenance, unroll=unroll, profile=carried(profile, {t.structure for t in problem.graph.tasks}),
+        model=model, provenance=provenance, tracing=tracing, profile=carried(profile, {t.structure for t in problem.graph.tasks}),
     )  # fmt: skip
 
 

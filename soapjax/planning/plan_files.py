@@ -128,7 +128,7 @@ def reopened(loaded: Plan, other: Opened, *, place: str = "plan") -> Opened:
 
 def _priced(loaded: Plan, problem: PlanningProblem, place: str) -> Opened:
     strategy = strategy_of(loaded, problem.space, place=place)
-    made = plan_of_strategy(problem, strategy, model=loaded.model, provenance=loaded.provenance, unroll=loaded.unroll)
+    made = plan_of_strategy(problem, strategy, model=loaded.model, provenance=loaded.provenance, tracing=loaded.tracing)
     kept = {"mesh": loaded.mesh, "logical_axes": loaded.logical_axes}
     return Opened(made.model_copy(update=kept), problem.graph, problem, strategy, None)
 

@@ -23,7 +23,7 @@ from soapjax.search.objective import TIME, Objective
 from soapjax.search.planners import PLANNERS
 from soapjax.steps.calling import listed
 from soapjax.strategy.pipeline import Pipeline, ScheduleName
-from soapjax.strategy.plan import ModelSource, Plan
+from soapjax.strategy.plan import TRACING, ModelSource, Plan
 from soapjax.topology import DeviceTopology, load_topology
 from soapjax.topology.local import local_topology
 
@@ -121,7 +121,12 @@ class PlanRequest:
     @property
     def tracing(self) -> dict[str, Any]:
         """How the step is traced: options of `soapjax.trace`."""
-        return {name: getattr(self, name) for name in ("unroll", "static_argnums", "axis_name", "strip_constraints")}
+        return {"static_argnums": self.static_argnums} | self.tracing_in_plan
+
+    @property
+    def tracing_in_plan(self) -> dict[str, Any]:
+        """What of that a plan file says."""
+        return {name: getattr(self, name) for name in TRACING} | {"axis_name": listed(self.axis_name)}
 
     def problems(self) -> list[Problem]:
         """What does not go together with a pipeline or micro-batches; of each value by itself options.py says it."""

@@ -61,7 +61,7 @@ def check_constraints(step: TracedStep, mesh: FactorMesh) -> None:
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     problems: dict[Problem, None] = {}
     expected = f"axes of the plan's mesh {sizes}, or a mesh that has products of them in this order"
-    remedy = "use such a mesh, or pass strip_constraints=True to leave the step's constraints out"
+    remedy = "use such a mesh, or pass strip_constraints=True (--strip-constraints) to leave the step's constraints out"
     for eqn, _ in step.program.walk():
         constraint = user_spec(eqn)
         line = f" at {eqn.source}" if constraint is not None and eqn.source else ""

@@ -72,10 +72,9 @@ class Maker:
         if chosen.program is not None:
             compiled = chosen.program
         elif made.pipeline is not None:
-            tracing = {k: v for k, v in asked.tracing.items() if k != "unroll"}  # the plan says it
             compiled = planned_pipeline(
                 fn, *args, plan=made, devices=devices, donate=bool(donate), reduction=asked.microbatch_reduction,
-                of_micro=chosen.of_micro, **tracing,
+                of_micro=chosen.of_micro, static_argnums=asked.static_argnums,
             )  # fmt: skip
         else:
             step = chosen.step or trace(fn, *args, **asked.tracing)
@@ -97,7 +96,9 @@ class Maker:
                 asked = asked.but(devices=jax.devices())  # of whatever platform: it runs there
             return as_asked(asked, fn, *args)
         source = self.source if isinstance(self.source, Plan) else Plan.load(self.source)
-        step = trace(fn, *args, **asked.tracing | {"unroll": source.unroll or asked.unroll})
+        beside = {name: said for name, said in asked.tracing_in_plan.items() if said}
+        source = source.model_copy(update=beside | {k: v for k, v in source.tracing.items() if v})
+        step = trace(fn, *args, **asked.tracing | source.tracing)
         plan = recost(source, step, place="plan" if source is self.source else str(self.source))
         return Chosen(plan, stopped_by="", front=(), step=step)
 

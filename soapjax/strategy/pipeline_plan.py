@@ -5,11 +5,10 @@ Where stages have meshes of several shapes, what one reads of another's operator
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from soapjax.graph.operators import OperatorGraph
-from soapjax.graph.trace.tracing import Unroll
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import MeshPlan, ModelSource, Plan, Prediction, Provenance, graph_parts
 from soapjax.strategy.plan_strategy import mesh_part
@@ -18,7 +17,7 @@ from soapjax.topology import DeviceTopology, factor_mesh
 
 def make_pipeline_plan(
     graph: OperatorGraph, topology: DeviceTopology, pipeline: Pipeline, stages: Sequence[MeshPlan], prediction: Prediction, *,
-    model: ModelSource | None = None, provenance: Provenance = Provenance(), unroll: Unroll = False,
+    model: ModelSource | None = None, provenance: Provenance = Provenance(), tracing: Mapping[str, Any] = {},
     profile: dict[str, Any] | None = None,
 ) -> Plan:  # fmt: skip
     """A plan of a pipeline.
@@ -45,7 +44,7 @@ def make_pipeline_plan(
         topology=topology.to_dict(),
         mesh=mesh_part(factor_mesh(topology)),
         **own,
-        unroll=unroll,
+        **tracing,
         profile=profile,
         prediction=prediction,
         provenance=provenance,

@@ -32,6 +32,8 @@ from soapjax.strategy.pipeline import Pipeline, Stage
 SCHEMA_VERSION = 1
 MAX_PLAN_BYTES = 32 * 2**20  # some 20,000 operators
 _MAX_NESTING = 32
+TRACING = "unroll", "axis_name", "strip_constraints"
+LATER = TRACING[1:]  # fields that older plans do not have: not written where they say nothing
 _FIRST = ("schema_version", "model", "graph", "topology")  # in the file
 _ON_A_MESH = ("operators", "arguments", "results")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -244,6 +246,8 @@ class Plan(MeshPlan):
     topology: dict[str, Any]
     executable: bool = True  # the operators of every loop are on the same devices; derived from `axes`
     unroll: bool | Literal["rows"] = False  # scans were planned step by step; "rows": and stacked state row by row
+    axis_name: Annotated[tuple[_Word, ...], pydantic.Field(max_length=100)] = ()  # over which the step's own collectives go
+    strip_constraints: bool = False  # the step's own sharding constraints were left out
     fixed: dict[str, str] = {}
     profile: dict[str, Any] | None = None  # the measurements that it was costed with (costs/measured/profile.py)
     logical_axes: dict[str, str] = {}  # the names that the model's own metadata gives an argument's dims: "embed, mlp"
@@ -286,9 +290,14 @@ class Plan(MeshPlan):
         """
         return plan_words.to_maxtext(self)
 
+    @property
+    def tracing(self) -> dict[str, Any]:
+        """How its step is traced: options of `soapjax.trace`."""
+        return {name: getattr(self, name) for name in TRACING}
+
     def dumps(self) -> str:
         left_out: dict[str, Any] = {"operator_graph": True, "provenance": {"search_s"}}
-        left_out |= {name: True for name in ("logical_axes", "elsewhere") if not getattr(self, name)}
+        left_out |= {name: True for name in ("logical_axes", "elsewhere", *LATER) if not getattr(self, name)}
         data = self.model_dump(mode="json", exclude=left_out)
         text = json.dumps({name: data.pop(name) for name in _FIRST} | data, indent=1, sort_keys=False)
         if self.operator_graph is not None:
@@ -305,7 +314,7 @@ class Plan(MeshPlan):
         explaining = {"operators": {"__all__": {"cost"}}, "prediction": beside}
         graph = {"graph": {"figures_sha256"}, "operator_graph": True}
         left_out: dict[str, Any] = {"provenance": True, "profile": True, "logical_axes": True, **explaining, **graph}
-        left_out |= {} if self.elsewhere else {"elsewhere": True}
+        left_out |= {name: True for name in ("elsewhere", *LATER) if not getattr(self, name)}
         return _sha256(self.model_dump(mode="json", exclude=left_out))
 
     def save(self, path: str) -> None:

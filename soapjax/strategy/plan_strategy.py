@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ import numpy as np
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.phases import PHASE_NAMES
-from soapjax.graph.trace.tracing import Unroll
 from soapjax.strategy.configs import PIN, REPLICATE, Strategy, replicated
 from soapjax.strategy.layout import REPLICATED, spec_of
 from soapjax.strategy.plan import (
@@ -80,7 +79,7 @@ def mesh_part(mesh: FactorMesh) -> MeshPart:
 
 def make_plan(
     space: SearchSpace, topology: DeviceTopology, strategy: Strategy, on_mesh: MeshPlan, prediction: Prediction, *,
-    model: ModelSource | None = None, provenance: Provenance = Provenance(), unroll: Unroll = False,
+    model: ModelSource | None = None, provenance: Provenance = Provenance(), tracing: Mapping[str, Any] = {},
     profile: dict[str, Any] | None = None,
 ) -> Plan:  # fmt: skip
     """A plan of one program, from a strategy and what it says of the mesh; `profile`: the measurements behind the prediction."""
@@ -90,7 +89,7 @@ def make_plan(
         **graph_parts(graph),
         topology=topology.to_dict(),
         **dict(on_mesh),
-        unroll=unroll,
+        **tracing,
         executable=_is_executable(graph, strategy),
         fixed={graph.in_paths[leaf]: arguments[graph.in_paths[leaf]] for leaf in sorted(space.fixed_layouts)},
         profile=profile,

@@ -247,7 +247,7 @@ def _fix_operator(graph: OperatorGraph, mesh: FactorMesh, i: int, allowed: np.nd
         split = math.prod(sizes.get(name, 1) for name in names)
         if unknown:
             expected = f"axes of the plan's mesh {mesh.axis_names}, or a mesh that has products of them in this order"
-            remedy = "name these axes in the constraint, or pass strip_constraints=True"
+            remedy = "name these axes in the constraint, or pass strip_constraints=True (--strip-constraints)"
             problems.append(Problem(place, repr(unknown), expected, remedy))
         elif split > 1 and (dim < 0 or op.dims[dim].divisor % split):
             whole = 1 if dim < 0 else op.dims[dim].divisor

@@ -1,11 +1,14 @@
 """Models that people write: steps that close over arrays which their factory made."""
 
 import functools
+import json
 import sys
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from command_line import call
 
@@ -17,7 +20,7 @@ from soapjax.steps.sourced_models import abstract_model, concrete_model, with_ar
 from soapjax.strategy.plan import ModelSource
 
 MODULE = """
-import functools, jax, jax.numpy as jnp
+import functools, jax, jax.numpy as jnp, numpy as np
 from flax import nnx
 def _step(w, x, bins):
     loss, grad = jax.value_and_grad(lambda w: (jax.nn.softmax(x @ w) * bins).sum(-1).mean())(w)
@@ -27,6 +30,13 @@ def closed(batch=16):
     bins = jnp.linspace(-5.0, 5.0, 16)
     return (lambda w, x: _step(w, x, bins)), *arguments(batch)
 def partial(batch=16): return functools.partial(_step, bins=jax.random.normal(jax.random.key(0), (16,))), *arguments(batch)
+def pmapped(batch=16):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("of_another_machine",))
+    def step(w, x):
+        x = jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P("of_another_machine")))
+        loss, grad = jax.value_and_grad(lambda w: ((x @ w) ** 2).mean())(w)
+        return w - 0.1 * jax.lax.pmean(grad, "batch"), jax.lax.pmean(loss, "batch")
+    return step, *arguments(batch)
 class Trainer:
     def __init__(self): self.support = {"bins": [jnp.arange(16.0)]}
     def step(self, w, x): return _step(w, x, self.support["bins"][0])
@@ -116,3 +126,22 @@ def test_a_stream_may_end_or_be_another(folder, given):
     (folder / "own_stream.py").write_text(text)
     model = concrete_model(ModelSource(path="own_stream"))
     assert len(train(model.step, model, 3)[0]) == 3
+
+
+@pytest.mark.parametrize("how", [["--planner", "fsdp"], ["--planner", "fsdp", "--microbatches", "2"]], ids=str)
+def test_a_plan_says_how_its_step_is_traced(how):
+    """A step for pmap, with a mesh of its own: every command that reads the plan traces it so."""
+    plan = ["plan", "own_steps:pmapped", "--topology", "cpu8", "-o", "plan.json", *how]
+    assert "--axis-name batch" in call(*plan).err
+    assert "--strip-constraints" in call(*plan, "--axis-name", "batch").err
+    ended = call(*plan, "--axis-name", "batch", "--strip-constraints")
+    assert ended.status == 0, ended.err
+    for command in ("simulate", "verify", "run"):
+        ended = call(command, "plan.json", "--model", "own_steps:pmapped")
+        assert ended.status == 0, ended.err
+    made = concrete_model(ModelSource(path="own_steps:pmapped"))
+    found, _ = soapjax.soap_shard(made.step, plan="plan.json")(*made.arguments)
+    w, x = made.arguments
+    expected = w - 0.1 * jax.grad(lambda w: ((x @ w) ** 2).mean())(w)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert {"axis_name", "strip_constraints"} <= json.loads(Path("plan.json").read_text()).keys()

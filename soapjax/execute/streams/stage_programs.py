@@ -34,7 +34,7 @@ class MicroGraph(NamedTuple):
 def step_of_plan(
     fn: Any, *args: Any, plan: Plan, devices: Sequence[Any] | None = None, reduction: str = "auto",
     static_argnums: Sequence[int] = (), donate: bool = True, is_float64: bool = False,
-    anew: Callable[[OperatorGraph], list[MeshPlan]] | None = None, of_micro: MicroGraph | None = None, **tracing: Any,
+    anew: Callable[[OperatorGraph], list[MeshPlan]] | None = None, of_micro: MicroGraph | None = None,
 ) -> StreamStep:  # fmt: skip
     """`fn(*args)` as a pipeline's plan says, on `devices` (all that JAX sees by default).
 
@@ -43,13 +43,12 @@ def step_of_plan(
       anew: what holds on the mesh of every stage, for a micro-batch whose trace has other operands than the whole batch's: of
         one sample, say, whose dims of size 1 JAX leaves out.
       of_micro: of the step with one of the plan's micro-batches, where it has been traced so.
-      tracing: `axis_name` and `strip_constraints` of `trace`.
     Raises: SoapjaxError where plan, step, batch and devices do not go together.
     """
     if of_micro is None:
         micro = micro_step(
-            fn, *args, num_microbatches=plan.pipeline.num_microbatches, static_argnums=static_argnums, unroll=plan.unroll,
-            recomputed=plan.recomputed, adds_up=kind_of(plan.pipeline).is_synchronous, **tracing,
+            fn, *args, num_microbatches=plan.pipeline.num_microbatches, static_argnums=static_argnums,
+            recomputed=plan.recomputed, adds_up=kind_of(plan.pipeline).is_synchronous, **plan.tracing,
         )  # fmt: skip
         of_micro = MicroGraph(micro, *build_graph(micro.step))
     micro, graph, binding = of_micro

@@ -236,7 +236,8 @@ def _untraceable(fn: Callable[..., Any], e: Exception) -> Problem:
     if isinstance(e, NameError) and "unbound axis name" in message:
         name = message.partition("unbound axis name: ")[2].split(".")[0]
         expected = "an axis that is known under one program"
-        return Problem(place, value, expected, f"pass axis_name={name!r}: its one member is the whole batch then")
+        remedy = f"pass axis_name={name!r} (--axis-name {name}): its one member is the whole batch then"
+        return Problem(place, value, expected, remedy)
     if isinstance(e, TypeError) and not line:  # before its first line: another number of arguments, or other names
         return Problem(place, value, "a call with the arguments that the step takes", "pass these, and no others")
     return Problem(place, value, "a function that jax.jit can trace with these arguments", CORRECT)

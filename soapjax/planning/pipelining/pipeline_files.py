@@ -6,10 +6,12 @@ are those of its stage's own mesh (strategy/pipeline_plan.py).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from soapjax.costs.measured.profile import Profile, carried, profile_of
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.operators import OperatorGraph
-from soapjax.graph.trace.tracing import Unroll
 from soapjax.planning.pipelining.stage_sends import mean_sent_bytes
 from soapjax.planning.pipelining.stage_strategies import strategy_with
 from soapjax.planning.pipelining.stage_times import StageTimes, simulated_stages
@@ -23,7 +25,7 @@ from soapjax.topology import DeviceTopology, FactorMesh
 
 def pipeline_plan(
     graph: OperatorGraph, topology: DeviceTopology, times: StageTimes, *, model: ModelSource | None = None,
-    provenance: Provenance = Provenance(), unroll: Unroll = False, profile: Profile | None = None,
+    provenance: Provenance = Provenance(), tracing: Mapping[str, Any] = {}, profile: Profile | None = None,
 ) -> Plan:  # fmt: skip
     """The plan file of a pipeline, with what of `profile` its times come from."""
     plans: dict[FactorMesh, MeshPlan] = {}
@@ -32,7 +34,7 @@ def pipeline_plan(
             plans[planned.space.mesh] = planned.plan()
     return make_pipeline_plan(
         graph, topology, times.pipeline, [plans[p.space.mesh] for p in times.inside], _prediction(times, topology.num_devices),
-        model=model, provenance=provenance, unroll=unroll, profile=carried(profile, {t.structure for t in graph.tasks}),
+        model=model, provenance=provenance, tracing=tracing, profile=carried(profile, {t.structure for t in graph.tasks}),
     )  # fmt: skip
 
 
@@ -83,7 +85,7 @@ def recost_pipeline(
         strategies[i] = strategy_with(space, given, place=place)
     times = simulated_stages(loads, pipeline, bounds, strategies)
     made = pipeline_plan(
-        graph, topology, times, model=loaded.model, provenance=loaded.provenance, unroll=loaded.unroll, profile=profile
+        graph, topology, times, model=loaded.model, provenance=loaded.provenance, tracing=loaded.tracing, profile=profile
     )
     return made, times
 

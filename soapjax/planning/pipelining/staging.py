@@ -146,15 +146,16 @@ class _Planning(NamedTuple):
         provenance = provenance_of(found, base, planner=planner, seed=asked.seed)
         with on_cpu():
             return pipeline_plan(
-                found.graph, topology, found.times, model=asked.model, provenance=provenance, unroll=asked.unroll,
+                found.graph, topology, found.times, model=asked.model, provenance=provenance, tracing=asked.tracing_in_plan,
                 profile=asked.profile,
             )  # fmt: skip
 
     def made_of(self, plan: Plan, found: FoundPipeline) -> StreamStep:
         asked = self.asked
-        tracing = {k: v for k, v in asked.tracing.items() if k != "unroll"}  # the plan says it
         how = dict(devices=self.devices, donate=bool(asked.donate), reduction=asked.microbatch_reduction)
-        return planned_pipeline(self.fn, *self.args, plan=plan, of_micro=found.of_micro, **how, **tracing)
+        return planned_pipeline(
+            self.fn, *self.args, plan=plan, of_micro=found.of_micro, static_argnums=asked.static_argnums, **how
+        )  # fmt: skip
 
 
 def _traced(asked: Understood, fn: Callable[..., Any], *args: Any) -> Traced:
