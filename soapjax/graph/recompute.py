@@ -139,6 +139,7 @@ class _Forward:
     def __init__(self, program: Program, graph: OperatorGraph, binding: Binding):
         self.program, self.values, self.binding = program, binding.values, binding
         self.phase = binding.phases.phase
+        self.outside_loops = {*program.inputs, *(o for e in program.eqns for o in e.outputs)}
         # In one phase there is no backward pass that begins when the forward pass is over.
         forward = [] if graph.is_single_phase else [e for e in program.eqns if self.phase_of(e) == FORWARD]
         self.makers = {o: e for e in forward if self._may_repeat(e) for o in e.outputs}
@@ -176,7 +177,7 @@ class _Forward:
 
     def root(self, atom: int) -> int:
         alias = self.values.of(atom)
-        return alias.root if alias.shift == 0 else atom
+        return alias.root if alias.shift == 0 and alias.root in self.outside_loops else atom
 
     def _may_repeat(self, eqn: FlatEqn) -> bool:
         return eqn.body is None and eqn.name not in _ONCE and eqn.key in self.binding.task_of
@@ -277,8 +278,9 @@ class _Repeater:
 
     def _cotangents(self, reader: FlatEqn) -> list[int]:
         """What the backward pass has made for the first reader: by then the segment is to be there, and no earlier."""
-        producer, phase = self.forward.values.producer, self.forward.phase
-        makers = {o: producer.get(o) for o in self.forward.read(reader)}
+        values, phase = self.forward.values, self.forward.phase
+        # Of what a loop returns that is an equation of its body.
+        makers = {o: values.producer.get(values.of(o).root) for o in self.forward.read(reader)}
         return [o for o, e in makers.items() if e is not None and phase[e.key] == BACKWARD]
 
     def _barrier(self, starts: list[int], cotangents: list[int]) -> dict[int, int]:

@@ -26,6 +26,7 @@ MODELS = {
     "nnx": ("transformer_nnx", dict(batch=4, seq=8, width=16, layers=2, heads=2, vocab=32)),
     "steps": ("rnnlm", dict(batch=4, seq=3, hidden=8, layers=1, vocab=32)),
     "own marks": ("transformer_lm", dict(batch=4, seq=8, width=16, layers=2, heads=2, vocab=32, remat=True)),
+    "loop": ("transformer_lm", dict(batch=4, seq=8, width=16, layers=2, heads=2, vocab=32, scan=True)),
 }
 
 
@@ -76,8 +77,9 @@ def test_what_is_recomputed_is_kept_by_nobody(options):
         assert values and not values & {again.tensors[t].value for t in made_forward & read_backward}
 
 
-def test_numbers_are_those_of_the_step():
-    step, *arguments = made("dropout")
+@pytest.mark.parametrize("model", ["dropout", "loop"])
+def test_numbers_are_those_of_the_step(model):
+    step, *arguments = made(model)
     options, leaves = Recomputation(trace(step, *arguments)), jax.tree.leaves(arguments)
 
     def run(step):
@@ -91,8 +93,8 @@ def test_numbers_are_those_of_the_step():
 def test_repetitions_wait_for_a_cotangent_that_is_read_behind_the_barrier(options):
     """XLA takes out of a barrier what nobody reads; with the cotangent gone, it would compute all of it in the forward pass."""
     program = options.step(options.offered).program
-    phase = options.binding.phases.phase
-    made_backward = {o for e in options.traced.program.eqns if phase.get(e.key) == BACKWARD for o in e.outputs}
+    phase_of = options._forward.phase_of
+    made_backward = {o for e in options.traced.program.eqns if phase_of(e) == BACKWARD for o in e.outputs}
     read = [a for e in program.eqns for a in e.inputs if isinstance(a, int)]
     barriers = [e for e in program.eqns if e.name == "optimization_barrier" and e.stack == RECOMPUTED]
     for e in barriers:
