@@ -95,11 +95,11 @@ class Maker:
             if asked.devices is None:
                 asked = asked.but(devices=jax.devices())  # of whatever platform: it runs there
             return as_asked(asked, fn, *args)
-        source = self.source if isinstance(self.source, Plan) else Plan.load(self.source)
+        source, place = (self.source, "plan") if isinstance(self.source, Plan) else (Plan.load(self.source), str(self.source))
         beside = {name: said for name, said in asked.tracing_in_plan.items() if said}
         source = source.model_copy(update=beside | {k: v for k, v in source.tracing.items() if v})
         step = trace(fn, *args, **asked.tracing | source.tracing)
-        plan = recost(source, step, place="plan" if source is self.source else str(self.source))
+        plan = recost(source, step, place=place)
         return Chosen(plan, stopped_by="", front=(), step=step)
 
     def _plan_jointly(self, asked: PlanRequest, fn: Callable[..., Any], args: tuple[Any, ...]) -> Chosen:
