@@ -295,6 +295,7 @@ def test_a_plan_for_another_step_is_refused(tmp_path):
     state, batch = arguments(width=32)
     said = refused(make_step(), state, batch, plan=str(path))
     assert f"{path}: graph.fingerprint" in said and "plan anew" in said
+    assert refused(make_step(), state, batch, plan=planned().plan).startswith("plan: graph.fingerprint")
 
 
 def test_fixed_beside_a_plan_is_refused():
