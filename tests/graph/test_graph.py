@@ -493,3 +493,31 @@ def test_gradients_are_found_through_an_update_of_other_shapes(is_transposed):
     assert not graph.is_single_phase and [p.path for p in binding.phases.parameters] == ["params.u", "params.w"]
     for p in binding.phases.parameters:
         assert binding.values.producer[p.gradient].name in ("dot_general", "transpose", "mul")
+
+
+@pytest.mark.parametrize("way", ["ravelled", "flat optimizer", "stacked"])
+def test_gradients_are_found_through_an_update_of_all_parameters_end_to_end(way):
+    """Each finds its own, though others have its shape."""
+    params = {"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4)), "c": jnp.ones((4, 4))}
+    if way != "stacked":
+        params["d"] = jnp.ones((4, 8))
+    tx = optax.flatten(optax.sgd(0.1, momentum=0.9))
+
+    def step(params, state, x):
+        grads = jax.grad(lambda p: (functools.reduce(lambda h, k: jnp.tanh(h @ p[k]), sorted(p), x) ** 2).mean())(params)
+        if way == "flat optimizer":
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+        if way == "ravelled":
+            flat, unravel = jax.flatten_util.ravel_pytree(grads)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, unravel(flat / jnp.linalg.norm(flat))), state
+        rows = jnp.stack([grads[k] for k in sorted(grads)])
+        rows = rows / jnp.linalg.norm(rows)
+        return {k: params[k] - 0.1 * rows[n] for n, k in enumerate(sorted(params))}, state
+
+    traced = trace(step, params, tx.init(params), jnp.ones((16, 4)))
+    graph, binding = build_graph(traced)
+    assert not graph.is_single_phase and [p.path for p in binding.phases.parameters] == [f"params.{k}" for k in params]
+    # The loss goes through the parameters in order, and its gradient back: the last one's comes first.
+    order = [binding.values.order[binding.values.producer[p.gradient].key] for p in binding.phases.parameters]
+    assert order == sorted(order, reverse=True) and len(set(order)) == len(params)

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from soapjax.graph.passes.flat_updates import gradient_in_pieces
 from soapjax.graph.trace.program import FlatEqn, Program
 from soapjax.graph.trace.tracing import TracedStep, leaf_paths
 from soapjax.graph.trace.values import Values
@@ -207,6 +208,10 @@ def _parameters(step: TracedStep, values: Values, phase: dict[str, int], downstr
         if found is None and sums and program.inputs[i] in read:
             found = sums[0]
             _make_backward(values, phase, found)
+        if found is None and isinstance(out, int) and program.inputs[i] in read:
+            found = gradient_in_pieces(
+                program, values, out, lambda eqn: phase[eqn.key] == BACKWARD, lambda eqn: phase[eqn.key] == UPDATE
+            )
         if found is not None:
             gradients[i] = found
     trained = [i for i in gradients if program.inputs[i] in read]
