@@ -42,17 +42,28 @@ def data_sizes(graph: OperatorGraph) -> dict[int, int]:
     return sizes
 
 
+def require_phases(graph: OperatorGraph, lines: str = "") -> None:
+    """Refuses a step that has no forward, backward and update part in this order.
+
+    Args:
+      lines: of the user's code, that show it.
+    Raises: SoapjaxError.
+    """
+    if not graph.is_single_phase:
+        return
+    value = "a gradient that depends on an update, or on another gradient" if graph.parameters else "no gradient boundary"
+    several = "make one gradient of one loss, or use one micro-batch and no pipeline"
+    expected = "a forward, a backward and an update part: gradients by jax.grad, or by soapjax.value_and_grad"
+    remedy = several if graph.parameters else "compute gradients so, or plan without a pipeline"
+    raise SoapjaxError(Problem("train step", value + (f" ({lines})" if lines else ""), expected, remedy))
+
+
 def micro_batch(graph: OperatorGraph, num: int) -> OperatorGraph:
     """The graph at one of `num` equal micro-batches.
 
     Raises: SoapjaxError where `num` does not divide the batch, or the step has no batch or no gradient to sum.
     """
-    if graph.is_single_phase:
-        value = "a gradient that depends on an update, or on another gradient" if graph.parameters else "no gradient boundary"
-        several = "make one gradient of one loss, or use one micro-batch and no pipeline"
-        expected = "a forward, a backward and an update part: gradients by jax.grad, or by soapjax.value_and_grad"
-        remedy = several if graph.parameters else "compute gradients so, or plan without a pipeline"
-        raise SoapjaxError(Problem("train step", value, expected, remedy))
+    require_phases(graph)
     whole = sample_divisor(graph)
     if num < 1 or whole % num:
         fits = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)

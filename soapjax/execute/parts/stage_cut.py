@@ -19,6 +19,7 @@ from soapjax.execute.parts.microbatches import MicroStep
 from soapjax.graph.batch.unlike_sums import SCALES
 from soapjax.graph.batch.whole_equations import as_whole
 from soapjax.graph.lifespans import kept_between_passes, kept_for_result, lifetimes, makers
+from soapjax.graph.microbatch import require_phases
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import Binding
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
@@ -366,12 +367,7 @@ def cut_stages(micro: MicroStep, graph: OperatorGraph, binding: Binding, pipelin
 
     Raises: SoapjaxError where the gradient boundary is not found, or the stages do not fit the step.
     """
-    if not binding.phases.parameters or binding.phases.is_single_phase:
-        several = binding.phases.is_single_phase
-        value = "gradients that depend on an update (more than one gradient per step)" if several else "no gradient found"
-        expected = "one gradient of one loss, then one update"
-        remedy = "use jax.grad, or soapjax.value_and_grad where gradients are computed another way; or plan without a pipeline"
-        raise SoapjaxError(Problem("train step", value, expected, remedy))
+    require_phases(graph, binding.phases.lines_of_late)
     step = micro.step
     if not any("transpose(" in e.stack for e in step.program.eqns):
         value, expected = "a backward pass without the marks of jax.grad", "equations that can be told to be backward"

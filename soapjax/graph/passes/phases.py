@@ -89,7 +89,20 @@ class TracedParameter:
 class Phases:
     phase: dict[str, int]  # equation key -> phase
     parameters: tuple[TracedParameter, ...]
-    is_single_phase: bool  # more than one gradient cut: no barriers between the phases, tasks in program order
+    # The first equation that reads what a later phase makes, and the one that makes it: of a second gradient, or one in a loop of
+    # updates.
+    late: tuple[FlatEqn, FlatEqn] | None
+
+    @property
+    def is_single_phase(self) -> bool:
+        """More than one gradient cut: no barriers between the phases, tasks in program order."""
+        return self.late is not None
+
+    @property
+    def lines_of_late(self) -> str:
+        """Where the user's code goes on from an update, or from a gradient, to another gradient; "" where that is not known."""
+        lines = [eqn.source for eqn in self.late or ()]
+        return f"{lines[0]} reads what {lines[1]} makes" if lines and all(lines) else ""
 
     @functools.cached_property
     def trained(self) -> frozenset[int]:
@@ -151,7 +164,7 @@ def find_phases(step: TracedStep, values: Values) -> Phases:
     phase.update(dict.fromkeys(waits, UPDATE))
     phase.update(dict.fromkeys(_before_loops(leaves, values, phase, program.inputs), FORWARD))
     parameters = _parameters(step, values, phase, downstream)
-    return Phases(phase, parameters, _reads_later(leaves, values, phase))
+    return Phases(phase, parameters, _first_late(leaves, values, phase))
 
 
 @functools.cache
@@ -185,10 +198,15 @@ def _before_loops(leaves: Sequence[FlatEqn], values: Values, phase: dict[str, in
     return keys
 
 
-def _reads_later(leaves: Sequence[FlatEqn], values: Values, phase: dict[str, int]) -> bool:
-    """Whether an equation reads what a later phase makes: a second gradient, an update inside a loop of updates."""
-    made_in = {o: phase[eqn.key] for eqn in leaves for o in eqn.outputs}
-    return any(made_in.get(root, FORWARD) > phase[eqn.key] for eqn in leaves for root in values.sources(eqn))
+def _first_late(leaves: Sequence[FlatEqn], values: Values, phase: dict[str, int]) -> tuple[FlatEqn, FlatEqn] | None:
+    """The first equation that reads what a later phase makes, and the one that makes it; of several, where the lines are known."""
+    makers = {o: eqn for eqn in leaves for o in eqn.outputs}
+    read = ((eqn, makers[root]) for eqn in leaves for root in values.sources(eqn) if root in makers)
+    found = ((reader, maker) for reader, maker in read if phase[maker.key] > phase[reader.key])
+    first = next(found, None)
+    if first is None or all(eqn.source for eqn in first):
+        return first
+    return next((pair for pair in found if all(eqn.source for eqn in pair)), first)
 
 
 def _parameters(step: TracedStep, values: Values, phase: dict[str, int], downstream: set[int]) -> tuple[TracedParameter, ...]:

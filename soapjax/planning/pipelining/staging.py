@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from soapjax.execute.streams.stream_step import StreamStep
 from soapjax.graph.condensing import loops_over_layers, reads_rows
+from soapjax.graph.microbatch import require_phases
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import TracedStep, trace
@@ -75,6 +76,8 @@ def plan_staged(
         asked = asked.but(unroll="rows")
         traced = _traced(asked, fn, *args)
         remarks = (*remarks, *((UNROLLED,) if has_loops else ()), *((NOT_CUT,) if has_loops and not traced.graph.leaf_of else ()))
+    if traced.graph.is_single_phase:
+        require_phases(traced.graph, build_graph(traced.step)[1].phases.lines_of_late)
     deadline = math.inf if asked.seconds is None else time.monotonic() + asked.seconds
     planning = _Planning(
         asked=asked, remarks=remarks, fn=fn, args=args, traced=traced, is_asked_for=is_asked_for, deadline=deadline,
