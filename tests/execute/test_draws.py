@@ -269,3 +269,22 @@ def test_without_randomness_and_with_one_micro_batch_nothing_changes():
     draws, run, state, batch, names = labels(step_of(layers), 1)
     assert not draws and not any("numbers" in n for n in names)
     np.testing.assert_array_equal(run(state, batch)[1]["mask"], jax.jit(step_of(layers))(state, batch)[1]["mask"])
+
+
+@pytest.mark.parametrize("words", [jax.random.key_data, jnp.asarray], ids=["raw", "typed"])
+def test_the_words_of_one_key_are_no_samples(words):
+    """Neither where nothing else is an argument with one leading dim, nor where the batch is as long as a key."""
+
+    def step(w, batch, key):
+        new, key = jax.random.split(key)
+
+        def loss(w):
+            h = jnp.where(jax.random.bernoulli(key, 0.5, batch["x"].shape), batch["x"], 0)
+            return ((jnp.tanh(h @ w) * batch["of_class"].mean()) ** 2).mean()
+
+        return w - jax.grad(loss)(w), new
+
+    for samples in (2, 8):
+        batch = {"x": jnp.ones((samples, 4)), "of_class": jnp.ones((5, 4))}
+        micro = micro_step(step, jnp.ones((4, 4)), batch, words(jax.random.key(0)), num_microbatches=2)
+        assert [micro.full.in_paths[k] for k in micro.batch_leaves] == ["batch.x"]

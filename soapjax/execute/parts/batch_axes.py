@@ -23,6 +23,7 @@ def batch_leaves(step: TracedStep) -> tuple[int, ...]:
     """
     given = build_graph(step)[1].given
     others = {i for i, v in enumerate(step.program.inputs) if v in given or i in step.state_pairs}
+    others |= _keys(step)
     shapes = {i: a.shape for i, a in enumerate(step.in_avals) if i not in others and a.shape}
     if not shapes:
         expected = "an argument beside the training state with a leading batch dim"
@@ -33,6 +34,13 @@ def batch_leaves(step: TracedStep) -> tuple[int, ...]:
     of_arguments, of_parts = (_shared({step.in_paths[i]: n for i, n in read.items()}, depth) for depth in (1, 2))
     size = max(sizes, key=lambda n: (n > 1, n in of_arguments, n in of_parts, sizes[n], n))
     return tuple(i for i, s in shapes.items() if s[0] == size)
+
+
+def _keys(step: TracedStep) -> set[int]:
+    """The inputs that are the words of one random key (`jax.random.PRNGKey`): they are no samples, however many there are."""
+    program = step.program
+    one = {e.inputs[0] for e in program.leaves if e.name == "random_wrap" and not program.aval(e.outputs[0]).shape}
+    return {i for i, v in enumerate(program.inputs) if v in one}
 
 
 def _shared(sizes: Mapping[str, int], depth: int) -> set[int]:
