@@ -169,3 +169,21 @@ def test_partial_values(mesh, spec):
         wanted = NamedSharding(mesh, PartitionSpec(*(names or None for names in home)))
         assert out.sharding.is_equivalent_to(wanted, 2), (out.sharding, home)
         np.testing.assert_allclose(out, x + y.sum(0), rtol=1e-5, atol=1e-5)
+
+
+def test_a_summand_may_be_gathered():
+    """The derivative of rows that are put at places: what is picked from a split table stays apart like a product."""
+    order = np.random.default_rng(0).permutation(WIDTH)
+
+    def step(w, x):
+        def loss(w):
+            placed = jnp.zeros_like(w).at[order].set(w, unique_indices=True)
+            return (jnp.tanh(x @ placed) * jnp.tanh(x @ w)).mean()
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    c = Case(step, (jax.random.normal(jax.random.key(0), (WIDTH, WIDTH)), jax.random.normal(jax.random.key(1), (BATCH, WIDTH))))
+    (summed,) = c.graph.accumulations
+    assert len(summed.summands) == 2
+    for start in range(3):
+        c.check(rotated(c.space, start))

@@ -20,8 +20,10 @@ def run_gather(eqn: FlatEqn, inputs: list[Any], blocks: OnBlocks) -> Any:
     """A gather of a table and indices; one from whole rows is the partitioner's."""
     table, dn = inputs[0], eqn.params["dimension_numbers"]
     rows = {c: d for c, d in enumerate(dn.start_index_map) if d in dn.collapsed_slice_dims and blocks.in_specs[0][d]}
-    if not rows or not blocks.contracted or jax.dtypes.issubdtype(table.dtype, jax.dtypes.extended):
-        return blocks.bind(inputs, eqn.params)[0]
+    is_partial = bool(rows) and bool(blocks.contracted or blocks.kept)
+    if not is_partial or jax.dtypes.issubdtype(table.dtype, jax.dtypes.extended):
+        found = blocks.bind(inputs, eqn.params)[0]
+        return blocks.in_first_place(found) if blocks.kept else found
 
     def body(block: Any, indices: Any) -> Any:
         is_own, is_known, is_first = True, True, True

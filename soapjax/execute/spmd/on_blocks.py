@@ -7,6 +7,7 @@ which `run_on_blocks` finds; the partitioner runs whatever has none, between con
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -64,6 +65,12 @@ class OnBlocks(NamedTuple):
         out_spec = partition_spec((*((n,) for n in self.kept), *(self.home_spec if home_spec is None else home_spec)))
         on_device = lambda *blocks: with_leading(body(*blocks), self.kept)  # noqa: E731
         return jax.shard_map(on_device, mesh=self.mesh, in_specs=in_specs, out_specs=out_spec, check_vma=False)(*inputs)
+
+    def in_first_place(self, whole: Any) -> Any:
+        """A whole value as a sum over the `kept` axes: itself in the first place, zeros in the others."""
+        parts = tuple(self.mesh.shape[n] for n in self.kept)
+        is_first = jnp.arange(math.prod(parts)).reshape(*parts, *(1,) * whole.ndim) == 0
+        return jnp.where(is_first, whole, jnp.zeros_like(whole))
 
 
 Run = Callable[[FlatEqn, list[Any], OnBlocks], Any]

@@ -49,9 +49,6 @@ def run_scatter_add(eqn: FlatEqn, inputs: list[Any], blocks: OnBlocks) -> Any:
             indices = _in_own_rows(eqn, indices, column, operand.shape[d], blocks.raw_spec[d], blocks.mesh)
         return combined(blocks.bind([zeros, indices, updates], params)[0], blocks.contracted, blocks.home_spec, blocks.mesh)
 
-    added, kept = blocks.run(body, [jnp.zeros_like(operand), indices, updates]), blocks.kept
-    if kept:
-        parts = added.shape[: len(kept)]
-        is_first = jnp.arange(math.prod(parts)).reshape(*parts, *(1,) * operand.ndim) == 0
-        operand = jnp.where(is_first, operand, jnp.zeros_like(operand))
+    added = blocks.run(body, [jnp.zeros_like(operand), indices, updates])
+    operand = blocks.in_first_place(operand) if blocks.kept else operand
     return added + operand  # once, not by every device; XLA drops it where the operand is zero
