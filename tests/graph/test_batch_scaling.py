@@ -127,10 +127,19 @@ def weight_standard(h, w):
     return h * ((w - w.mean(0)) / jnp.sqrt(w.var(0) + 1e-4)).sum()
 
 
+def twice(layer):
+    """In a loop over layers, which keeps the norms of weights beside activations."""
+    return lambda w, x: jax.lax.scan(lambda h, w: (layer(w, h), None), layer(w, x), jnp.stack([w[:3], w[3:]]))[0]
+
+
+def chosen(layer):
+    return lambda w, x: jax.lax.cond(w.sum() > 0, layer, lambda w, x: 2 * layer(w, x), w, x)
+
+
 @pytest.mark.parametrize("layer", [batch_norm, by_hand, weight_norm, weight_standard])
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, twice, chosen])
 def test_norms_of_layers_are_no_weighted_mean(layer, wrap):
-    """Also where they are computed again, behind one barrier for weights and activations."""
+    """Also where they are computed again, behind one barrier for weights and activations, or inside a loop or a choice."""
 
     def loss(w, x):
         return errors(jnp.eye(3), wrap(lambda w, x: jnp.tanh(layer(x @ w, w)))(w, x)).mean()

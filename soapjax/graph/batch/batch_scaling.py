@@ -82,16 +82,18 @@ class _Scaler(GrowthRules):
                 for some in (self.data, self.smooth):
                     some.update(o for o, a in zip(eqn.outputs, eqn.inputs, strict=True) if isinstance(a, int) and a in some)
                 continue
-            if not self.data.isdisjoint(eqn.read):
+            is_choice = eqn.name == "cond" and not (isinstance(eqn.inputs[0], int) and eqn.inputs[0] in self.data)
+            is_followed = eqn.body is not None or is_choice  # which of its results are made of the data is told by what is inside
+            if not (is_followed or self.data.isdisjoint(eqn.read)):
                 self.data.update(eqn.outputs)
             if all(a in self.own or a in self.small.consts for a in eqn.read):
                 self.own.update(o for o in eqn.outputs if self.own and self.sample_dims(o))
             read = eqn.inputs[1:] if eqn.name == "select_n" else () if eqn.name in COMPARE else eqn.inputs
-            if any(isinstance(a, int) and a in self.smooth for a in read):
+            if not is_followed and any(isinstance(a, int) and a in self.smooth for a in read):
                 self.smooth.update(eqn.outputs)
             if eqn.body is not None:
                 self.loop(eqn, other)
-            elif eqn.name == "cond" and not (isinstance(eqn.inputs[0], int) and eqn.inputs[0] in self.data):
+            elif is_choice:
                 self.found.update(zip(eqn.outputs, self.cond(eqn, other), strict=True))
             else:
                 result = self.equation(eqn, other)
@@ -238,12 +240,15 @@ class _Scaler(GrowthRules):
         inner = _Scaler(small, large, self.factor, {}, ())
         given = list(zip(small.inputs, eqn.inputs[1:], other.inputs[1:], strict=True))
         inner.found.update((i, self.read(a, b)) for i, a, b in given)
-        of_outer = ((inner.data, self.data), (inner.smooth, self.smooth), (inner.own, self.own), (inner.chunked, self.chunked))
+        of_outer = (
+            (inner.data, self.data), (inner.smooth, self.smooth), (inner.own, self.own), (inner.chunked, self.chunked),
+            (inner.to_samples, self.to_samples),
+        )  # fmt: skip
         for mine, some in of_outer:
             mine.update(i for i, a, _ in given if isinstance(a, int) and a in some)
         follow(small, inner.chunked)
         inner.run()
-        for some, mine in ((self.data, inner.data), (self.smooth, inner.smooth)):
+        for some, mine in ((self.data, inner.data), (self.smooth, inner.smooth), (self.to_samples, inner.to_samples)):
             some.update(o for o, a in zip(eqn.outputs, small.outputs, strict=True) if isinstance(a, int) and a in mine)
         found = [inner.read(a, b) for a, b in zip(small.outputs, large.outputs, strict=True)]
         return found, [isinstance(a, int) and a in inner.own for a in small.outputs]
@@ -266,7 +271,9 @@ class _Scaler(GrowthRules):
         self.found.update(zip(body.inputs, values, strict=True))
         for some in (self.data, self.smooth):
             some.update(i for i, a in zip(body.inputs, eqn.inputs, strict=True) if isinstance(a, int) and a in some)
-        carried = body.inputs[num_consts : num_consts + num_carry]
+        handed = [k for k in range(len(body.inputs)) if not num_consts <= k < num_consts + num_carry]
+        self.to_samples.update(body.inputs[k] for k in handed if isinstance(a := eqn.inputs[k], int) and a in self.to_samples)
+        carried, is_settled = body.inputs[num_consts : num_consts + num_carry], False
         for _ in range(3):  # a carry that starts as zero takes the power of what is added to it
             self.block(body, other.body)
             results = [self.read(a, b) for a, b in zip(body.outputs, other.body.outputs, strict=True)]
@@ -279,7 +286,7 @@ class _Scaler(GrowthRules):
                     self.found[i] = UNKNOWN
             for some in (self.data, self.smooth):
                 some.update(i for i, a in zip(carried, body.outputs, strict=False) if isinstance(a, int) and a in some)
-            if before == ([self.found[i] for i in carried], len(self.data)):
+            if is_settled := before == ([self.found[i] for i in carried], len(self.data)):
                 break
         finals = [self.found[i] for i in carried]
         if has_more_trips(eqn, other):
@@ -287,6 +294,8 @@ class _Scaler(GrowthRules):
             begun = values[num_consts:]
             finals = [self.after_trips(*at, trips) for at in zip(carried, body.outputs, begun, strict=False)]
         self.found.update(zip(eqn.outputs, [*finals, *results[num_carry:]], strict=True))
-        for some in (self.data, self.smooth):
-            if any(isinstance(a, int) and a in some for a in body.outputs):
-                some.update(eqn.outputs)
+        for some in (self.data, self.smooth):  # not what is made of weights alone, as their norms that it keeps for its derivative
+            of_some = [isinstance(a, int) and a in some for a in body.outputs]
+            some.update(o for o, is_so in zip(eqn.outputs, of_some, strict=True) if is_so or (any(of_some) and not is_settled))
+        ends = zip(eqn.outputs, body.outputs, strict=True)
+        self.to_samples.update(o for o, a in ends if isinstance(a, int) and a in self.to_samples)
