@@ -60,6 +60,25 @@ def test_equations_know_their_line():
     assert line_of_equation(None) == ""
 
 
+def test_equations_know_their_line_in_what_was_traced_before():
+    """JAX traces a jitted function once: the lines in it are those of its first call, or none."""
+
+    @jax.jit
+    def own(x):
+        return jax.jit(jnp.cos)(x)
+
+    def earlier(x):
+        return jnp.var(own(x), axis=1)
+
+    def fn(x):
+        return jnp.var(x, axis=1) + own(x)[:, 0]
+
+    jax.make_jaxpr(earlier)(X)
+    lines = {e.name: e.source.rpartition("test_errors.py:")[2] for e in trace(fn, X).program.eqns}
+    assert lines["square" if "square" in lines else "mul"] == f"{fn.__code__.co_firstlineno + 1} in fn"
+    assert lines["cos"] == f"{own.__wrapped__.__code__.co_firstlineno + 2} in own"
+
+
 class Tensor:
     """As torch's: it has a shape and a dtype, and is no array to JAX."""
 

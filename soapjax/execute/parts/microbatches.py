@@ -270,8 +270,9 @@ def _of_part(full: TracedStep, dims: Mapping[int, int], samples: int, problems: 
     size = _size(full, dims)
     cut = ", ".join(full.in_paths[i] for i in itertools.islice(dims, 4)) + (", ..." if len(dims) > 4 else "")
     found = [p._replace(value=f"traced with {samples} of {size} samples (of {cut}): {p.value}") for p in problems]
+    constant = "take the batch's size of the batch itself there (x.shape[0]), where it is a constant"
     if rows := [full.in_paths[i] for i in full.state_pairs if full.in_avals[i].shape[:1] == (size,)]:
         may_be = f"state is not cut, and {rows[0]} has {size} rows: if they are the samples', pass it with the batch"
-        return [p._replace(remedy=f"{may_be}, and return it as a result; else correct the step") for p in found]
-    remedy = "take the batch's size of the batch itself there (x.shape[0]), where it is a constant; or use one micro-batch"
+        return [p._replace(remedy=f"{constant}; {may_be}, and return it as a result; else correct the step") for p in found]
+    remedy = f"{constant}; or use one micro-batch"
     return [p._replace(remedy=remedy) if p.remedy == CORRECT else p for p in found]

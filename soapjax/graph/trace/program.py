@@ -21,7 +21,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
-from soapjax.graph.trace.source_lines import line_of_equation
+from soapjax.graph.trace.source_lines import Call, line_of_equation
 from soapjax.graph.trace.trips import Trip
 from soapjax.graph.trace.unstacking import Unstacked, Unstacking
 
@@ -62,6 +62,7 @@ class FlatEqn:
     body: Program | None = None
     source_info: Any = None
     trip: Trip | None = None
+    calls: tuple[Call, ...] = ()  # that it was within, outermost first
     name: str = dataclasses.field(init=False)  # of the primitive
     key: str = dataclasses.field(init=False)  # the address as text, e.g. '12' or '12.3'
 
@@ -73,7 +74,7 @@ class FlatEqn:
     @property
     def source(self) -> str:
         """The line of the user's code that it comes from, "" where that is not known."""
-        return line_of_equation(self.source_info)
+        return line_of_equation(self.source_info, self.calls)
 
     @functools.cached_property
     def read(self) -> tuple[int, ...]:
@@ -123,6 +124,7 @@ class _Flattener:
         self.unroll, self.has_rule = unroll, has_rule
         self.avals: dict[int, Any] = {}
         self._loops = 0  # that were unrolled
+        self._calls: tuple[Call, ...] = ()  # that are being inlined
 
     def fresh(self, aval: Any) -> int:
         self.avals[len(self.avals)] = aval
@@ -155,7 +157,9 @@ class _Flattener:
                 # again before the head's gradient is there: its activations would lie beside the logits.
                 is_again = name in ("remat2", "checkpoint") and eqn.params.get("differentiated", False)
                 keep = bool(is_again and (in_scan or eqn.params.get("prevent_cse", False)))
+                around, self._calls = self._calls, (*self._calls, Call(eqn.source_info, str(eqn.params.get("name", ""))))
                 results = self.inline(open_jaxpr, sub_consts, inputs, path, out, barrier=keep, in_scan=in_scan)
+                self._calls = around
             elif name == "custom_linear_solve":  # differentiated already: what is left to run is the solver
                 results = self.inline_closed(*_solver(eqn.params, inputs), path, out, in_scan=in_scan)
             elif name in _OVER_DIMS and all(isinstance(axis, int) for axis in eqn.params["axes"]):
@@ -178,6 +182,7 @@ class _Flattener:
                         body=body,
                         effects=bool(eqn.effects),
                         source_info=eqn.source_info,
+                        calls=self._calls,
                     )
                 )
             for var, atom in zip(eqn.outvars, results, strict=True):
@@ -363,6 +368,7 @@ def _finish(records: list[dict], needed: set[int], prefix: tuple[int, ...], aval
             FlatEqn(
                 address=address, primitive=r["primitive"], params=r["params"], inputs=r["inputs"], outputs=r["outputs"],
                 stack=r["stack"], ctx=r["ctx"], body=body, source_info=r["source_info"], trip=r.get("trip"),
+                calls=r["calls"],
             )  # fmt: skip
         )
     return tuple(eqns)
