@@ -97,10 +97,10 @@ class PlannerProgram:
 
     def _key(self, args: Any) -> str | None:
         """Of a program with a name, where programs are kept."""
-        if not self._name or program_folder() is None:
+        if not self._name or program_folder() is None or (device := _own_device()) is None:
             return None
         shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(_in_32_bits(args))]
-        asked = f"{_surroundings()}\n{self._options}\n{self._name}\n{shapes}\n{_source()}"
+        asked = f"{_surroundings()}\n{device.id}\n{self._options}\n{self._name}\n{shapes}\n{_source()}"
         return hashlib.sha256(asked.encode()).hexdigest()
 
     def _is_kept(self, args: Any) -> bool:
@@ -186,7 +186,10 @@ def program_folder() -> Path | None:
 
 
 def _own_device() -> jax.Device | None:
-    """In a job of several processes, this one's; None where it is no CPU."""
+    """In a job of several processes, this one's; None where it is no CPU.
+
+    What is kept is named by its number too: an executable runs on no other device than it was compiled for.
+    """
     device = jax.config.jax_default_device or jax.local_devices()[0]  # type: ignore[attr-defined]  # options are made at run time
     return device if getattr(device, "platform", None) == "cpu" else None
 
@@ -209,7 +212,7 @@ def _compiled(
         return compiled_with(lowered, options), True
     if key is None:
         # The text leaves out arguments that nothing reads; the executable wants them all the same.
-        asked = f"{_surroundings()}\n{options}\n{lowered.in_tree}\n{lowered.in_avals}\n{lowered.as_text()}"
+        asked = f"{_surroundings()}\n{device.id}\n{options}\n{lowered.in_tree}\n{lowered.in_avals}\n{lowered.as_text()}"
         key = hashlib.sha256(asked.encode()).hexdigest()
     if anew:
         drop_program(folder, key)

@@ -378,3 +378,14 @@ def test_a_program_of_one_device_is_kept_for_any_number_of_them(folder, monkeypa
 
     many, other = "--xla_force_host_platform_device_count=8 --xla_dump_to=a", "--xla_dump_to=b"
     assert key(many) == key("--xla_dump_to=a") != key(other)
+
+
+def test_processes_whose_devices_have_other_numbers_keep_programs_of_their_own(folder, monkeypatch):
+    """An executable runs on the device that it was compiled for: under one name ranks of a job would compile it by turns."""
+    names = compiled(monkeypatch)
+    for _ in range(2):
+        for device in jax.devices()[:2]:
+            with jax.default_device(device):
+                assert right(PlannerProgram(double_of_sines))
+                assert right(PlannerProgram(double_of_sines, name="sines", results={"y": 0}))
+    assert len(names) == len(list(folder.iterdir())) == 4
