@@ -1,6 +1,8 @@
 """One process of a job that runs steps on several of them, and compares with the single-device step: a JSON line per case.
 
     JAX_COORDINATOR_ADDRESS=... JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 python process_worker.py mlp/1f1b tied/gpipe nmt/random
+
+A case is a model, and how it is split: the file of a plan, too.
 """
 
 import json
@@ -10,15 +12,15 @@ import sys
 import jax
 import numpy as np
 from balanced import balanced_pipeline
+from planned import topology_with
 
 import soapjax
 import soapjax.distributed
 from models import mlp, nmt, transformer_lm
 from soapjax.graph.passes.build import build_graph
 from soapjax.planning.entry import plan_of_strategy, planning_problem
-from soapjax.search.experts.placement import model_parallel_strategy, placed
+from soapjax.search.experts.placement import model_parallel_strategy
 from soapjax.strategy.pipeline import Pipeline
-from soapjax.topology import DeviceTopology, load_topology
 
 NUM_STEPS = 3
 BOUND = 1e-5  # of a gradient's error relative to its norm
@@ -36,7 +38,9 @@ def sharded_step(step, arguments, kind):
     if kind == "planned":
         num = jax.process_count()
         return soapjax.soap_shard(step, devices=devices, pipeline="1f1b", stages=num, microbatches=4, proposals=1)
-    if kind not in ("pinned", "random", "one"):
+    if kind.endswith(".json"):
+        return soapjax.soap_shard(step, plan=kind, devices=devices)
+    if kind not in ("pinned", "random"):
         graph, _ = build_graph(soapjax.trace(step, *arguments))
         if kind == "replicas":  # two stages with a replica per process: in one round of minibatches nothing is stale
             num = jax.process_count()
@@ -47,12 +51,7 @@ def sharded_step(step, arguments, kind):
             return soapjax.soap_shard(step, devices=devices, pipeline=stages)
         stages = balanced_pipeline(graph, len(devices), schedule=kind, num_microbatches=4, num_stages=jax.process_count())
         return soapjax.soap_shard(step, devices=devices, pipeline=stages)
-    topology = load_topology("cpu8").to_dict()
-    topology["levels"][-1]["size"] = len(devices)
-    problem = planning_problem(soapjax.trace(step, *arguments), DeviceTopology.from_dict(topology), space="paper")
-    if kind == "one":  # all on the first device: of the other processes nothing is used
-        plan = plan_of_strategy(problem, placed(problem, np.zeros(problem.graph.num_operators, int)))
-        return soapjax.soap_shard(step, plan=plan, devices=devices)
+    problem = planning_problem(soapjax.trace(step, *arguments), topology_with(len(devices)), space="paper")
     if kind == "random":
         strategy = problem.space.random(np.random.default_rng(0))
     else:  # layers on devices; one over all of them, split by its first dim
@@ -84,8 +83,9 @@ def compared(step, state, batch, kind):
     return {"worst": worst, "loss": loss, "held": held, "leaves": len(pairs)}
 
 
-soapjax.distributed.initialize(timeout_s=120)
-for case in sys.argv[1:]:
-    model, kind = case.split("/")
-    module, sizes = MODELS[model]
-    print(json.dumps(compared(*module.make(**sizes), kind)), flush=True)
+if __name__ == "__main__":
+    soapjax.distributed.initialize(timeout_s=120)
+    for case in sys.argv[1:]:
+        model, kind = case.split("/", 1)
+        module, sizes = MODELS[model]
+        print(json.dumps(compared(*module.make(**sizes), kind)), flush=True)

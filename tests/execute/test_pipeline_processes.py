@@ -4,8 +4,15 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+from planned import topology_with
+from process_worker import MODELS
 from ranks import ROOT, environment
+
+import soapjax
+from soapjax.planning.entry import plan_of_strategy, planning_problem
+from soapjax.search.experts.placement import placed
 
 WORKER = ROOT / "tests" / "execute" / "process_worker.py"
 
@@ -45,9 +52,18 @@ def check(results, last_is_empty=(), random=()):
         assert sum(r["held"] for r in found) >= found[0]["leaves"], found
 
 
-def test_two_processes(free_port):
+def on_the_first_device(model, devices):
+    """A plan that uses nothing of the other processes."""
+    module, sizes = MODELS[model]
+    problem = planning_problem(soapjax.trace(*module.make(**sizes)), topology_with(devices), space="paper")
+    return plan_of_strategy(problem, placed(problem, np.zeros(problem.graph.num_operators, int)))
+
+
+def test_two_processes(free_port, tmp_path):
     """A schedule of one order, one of another with a parameter that both stages read, and a plan that leaves one process idle."""
-    check(run_processes(free_port, ["mlp/1f1b", "tied/gpipe", "mlp/one"], 2), last_is_empty=(2,), random=(2,))
+    path = tmp_path / "one.json"  # made here: processes need not compile the planner's programs for it
+    on_the_first_device("mlp", 2).save(path)
+    check(run_processes(free_port, ["mlp/1f1b", "tied/gpipe", f"mlp/{path}"], 2), last_is_empty=(2,), random=(2,))
 
 
 def test_replicas_of_stages_on_several_processes(free_port):
