@@ -21,7 +21,7 @@ from soapjax.search.chain.neighbourhood import Judged, Position, Sizes, judge, m
 from soapjax.search.objective import Objective
 from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.simulated_trace import Trace
-from soapjax.strategy.configs import Strategy
+from soapjax.strategy.configs import REPLICATE, Strategy
 from soapjax.strategy.space import search_space
 from soapjax.topology import factor_mesh
 
@@ -50,15 +50,14 @@ class Judge:
         other.engine.tables = self.engine.tables._replace(limits=self.engine.tables.limits.at[4].set(1.0))
         return other
 
-    def judged(self, at: Position, n: int, found: list[Strategy]) -> Judged:
-        return self.engine.judged(at, n, np.stack([s.axes[n] for s in found]), np.stack([s.storage[n] for s in found]))
-
-    def moved(self, at: Position, n: int, found: list[Strategy], q: int) -> Position:
-        """The position at candidate `q`."""
-        axes, storage = np.full((MAX_AXES, LANES), -1, np.int8), np.zeros(LANES, np.int8)
-        for i, s in enumerate(found):
-            axes[: s.axes.shape[1], i], storage[i] = s.axes[n], s.storage[n]
-        return moving(self.engine.sizes)(self.engine.tables, at, np.int32(n), np.int32(q), axes, storage)
+    def ask(self, at: Position, n: int, found: list[Strategy], q: int = 0) -> tuple[Judged, Position]:
+        """What candidates of operator `n` come to, and the position at number `q` of them."""
+        lanes = np.minimum(np.arange(LANES), len(found) - 1)
+        axes = np.full((MAX_AXES, LANES), REPLICATE, np.int8)
+        axes[: found[0].axes.shape[1]] = np.stack([s.axes[n] for s in found])[lanes].T
+        storage = np.stack([s.storage[n] for s in found])[lanes]
+        judged, at = judging(self.engine.sizes)(self.engine.tables, at, np.int32(n), np.int32(q), axes, storage)
+        return Judged(*(np.asarray(x)[: len(found)] for x in judged)), at
 
     def candidates(self, rng: np.random.Generator, base: Strategy, n: int) -> list[Strategy]:
         out = []
@@ -75,10 +74,12 @@ class Judge:
 
 
 @functools.cache
-def moving(sizes: Sizes):
+def judging(sizes: Sizes):
+    """Both in one program: apart they take twice as long to compile."""
+
     def run(tables, at, n, q, axes, storage):
-        _, window, alive, into = judge(tables, sizes, at, scratch_of(tables, sizes, LANES), n, axes, storage)
-        return move(tables, sizes, at, into, window, alive, n, q, axes, storage, jnp.bool_(True))
+        judged, window, alive, into = judge(tables, sizes, at, scratch_of(tables, sizes, LANES), n, axes, storage)
+        return judged, move(tables, sizes, at, into, window, alive, n, q, axes, storage, jnp.bool_(True))
 
     return jax.jit(run)
 
@@ -119,7 +120,7 @@ def test_candidates_cost_what_the_full_simulation_says(model, topology, pins, se
         n = int(rng.integers(judge.problem.graph.num_operators))
         found = judge.candidates(rng, now, n)
         q = int(rng.integers(Q))
-        judged, at = judge.judged(at, n, found), judge.moved(at, n, found, q)
+        judged, at = judge.ask(at, n, found, q)
         scores = judge.problem.simulator.step_times(found)
         np.testing.assert_allclose(judged.step_time_s, scores.step_time_s, rtol=FLOAT32_ERROR)
         np.testing.assert_allclose(judged.memory_bytes, scores.memory_bytes, rtol=FLOAT32_ERROR)
@@ -135,7 +136,7 @@ def test_candidates_take_the_time_of_the_event_driven_simulation(model, topology
     now = judge.problem.space.random(rng)
     n = int(rng.integers(judge.problem.graph.num_operators))
     found = judge.candidates(rng, now, n)
-    judged = judge.judged(judge.engine.at(now), n, found)
+    judged, _ = judge.ask(judge.engine.at(now), n, found)
     for time, strategy in list(zip(judged.step_time_s, found, strict=True))[:4]:
         assert float(time) == pytest.approx(judge.problem.simulator.timeline(strategy).makespan_s, rel=FLOAT32_ERROR)
 
@@ -149,11 +150,11 @@ def test_a_memory_bound_gives_the_same_cost(model, topology, pins):
     for _ in range(3):  # what is alive is known of the first strategy only
         n = int(rng.integers(judge.problem.graph.num_operators))
         found = judge.candidates(rng, now, n)
-        judged = judge.judged(at, n, found)
+        judged, after = judge.ask(at, n, found)
         scores = judge.problem.simulator.step_times(found)
         assert (judged.memory_bytes >= scores.memory_bytes * (1 - 1e-5)).all()
         np.testing.assert_allclose(judged.cost_s, [e.cost for e in judge.problem.evaluate(found)], rtol=FLOAT32_ERROR)
-        now, at = found[0], judge.moved(at, n, found, 0)
+        now, at = found[0], after
 
 
 def test_a_degree_that_does_not_divide_costs_infinity():
