@@ -19,7 +19,7 @@ from soapjax.strategy.space import search_space
 from soapjax.topology import factor_mesh
 
 random_cases = given(st.sampled_from(SHAPES), st.integers(0, 2**32 - 1), st.booleans())
-several_hundred = settings(max_examples=250)
+a_hundred = settings(max_examples=100)
 orders = pytest.mark.parametrize("order", ORDERS)
 MODELS = [p for p in PROBLEMS if p[0] in ("mlp_of_sixes", "lenet")]
 
@@ -76,7 +76,7 @@ def test_an_unknown_order_names_the_known_ones():
         DeltaSimulation(schedule, durations, order="lifo")
 
 
-@several_hundred
+@a_hundred
 @random_cases
 def test_fifo_is_what_stepping_through_time_gives(shape, seed, _):
     _, schedule, durations = random_problem(seed, shape, whole=True)
@@ -85,7 +85,7 @@ def test_fifo_is_what_stepping_through_time_gives(shape, seed, _):
     assert {e.task: e.start_time for e in found.entries} == {t: s for t, s in enumerate(starts) if s is not None}
 
 
-@several_hundred
+@a_hundred
 @random_cases
 def test_fifo_keeps_streams_inputs_and_barriers_apart_and_lets_nobody_wait_in_vain(shape, seed, whole):
     _, schedule, durations = random_problem(seed, shape, whole)
@@ -111,7 +111,7 @@ def test_fifo_keeps_streams_inputs_and_barriers_apart_and_lets_nobody_wait_in_va
     np.testing.assert_array_equal(end[unused], ready[unused])
 
 
-@several_hundred
+@a_hundred
 @random_cases
 def test_fifo_is_static_of_the_program_in_the_order_of_fifo(shape, seed, whole):
     _, schedule, durations = random_problem(seed, shape, whole)
@@ -127,7 +127,7 @@ def test_fifo_is_static_of_the_program_in_the_order_of_fifo(shape, seed, whole):
     assert static.makespan_s == found.makespan_s
 
 
-@several_hundred
+@a_hundred
 @random_cases
 def test_trinity_is_algorithm_2_of_its_paper(shape, seed, whole):
     """Two queues to a device, first in, first out; nothing waits for a barrier."""
@@ -164,7 +164,7 @@ def test_a_placed_step_in_the_queues_of_trinity():
 
 
 @orders
-@several_hundred
+@a_hundred
 @random_cases
 def test_delta_equals_full_after_every_change_and_undo(order, shape, seed, whole):
     rng, schedule, durations = random_problem(seed, shape, whole)
@@ -196,7 +196,7 @@ def test_delta_equals_full_after_every_change_and_undo(order, shape, seed, whole
 
 
 @orders
-@several_hundred
+@a_hundred
 @random_cases
 def test_many_small_changes_stay_exact(order, shape, seed, whole):
     rng, schedule, durations = random_problem(seed, shape, whole)
