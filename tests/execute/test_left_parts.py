@@ -39,10 +39,10 @@ def left_option(c):
 
 def test_numbers_are_those_of_one_device(found):
     name, c = found
-    starts = [data_parallel(c.space), *(rotated(c.space, k) for k in range(3))]
-    for start in starts if name != "lm of a loop" else starts[:2]:
+    is_small = name == "mlp"  # of others, which take longer to compile, fewer
+    for start in (data_parallel(c.space), *(rotated(c.space, k) for k in range(3 if is_small else 1))):
         c.check(stored(c, start, left_option(c)), 1e-6)
-    for seed in range(2):
+    for seed in range(2 if is_small else 1):
         c.check(c.space.random(np.random.default_rng(seed)), 1e-6)
 
 
