@@ -201,11 +201,10 @@ def run_windows(schedule: Schedule, durations, rng: np.random.Generator) -> tupl
 
 
 random_cases = given(st.sampled_from(SHAPES), st.integers(0, 2**32 - 1))
-several_hundred = settings(max_examples=300)
 a_hundred = settings(max_examples=100)
 
 
-@several_hundred
+@a_hundred
 @random_cases
 def test_three_simulations_of_random_schedules_agree(shape, seed):
     schedule, durations = random_schedule(np.random.default_rng(seed), shape)
@@ -225,7 +224,7 @@ def test_in_float64_they_agree_to_the_last_digits(shape, seed):
     np.testing.assert_allclose(found, [simulate(schedule, d).makespan_s for d in durations], rtol=FLOAT64_ERROR)
 
 
-@several_hundred
+@a_hundred
 @random_cases
 def test_windows_of_random_changes_take_the_time_of_the_whole(shape, seed):
     rng = np.random.default_rng(seed)
