@@ -101,8 +101,12 @@ def count(tree) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 
+@functools.cache
 def compiled(step):
-    """Jitted with little optimisation: these steps run a dozen times, so compiling is all that takes time."""
+    """Jitted with little optimisation: these steps run a dozen times, so compiling is all that takes time.
+
+    The same for the same step: what one test has traced or compiled, another takes.
+    """
     return jax.jit(step, compiler_options={"xla_backend_optimization_level": 0})
 
 
@@ -140,7 +144,8 @@ def test_abstract_make(name):
     step, state, batch = abstract_make(module, **sizes)
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((state, batch)))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state["params"])} == {"float32"}
-    closed, (new_state, metrics) = jax.make_jaxpr(step, return_shape=True)(state, batch)
+    traced = compiled(step).trace(state, batch)
+    closed, (new_state, metrics) = traced.jaxpr, traced.out_info
     assert shapes(new_state) == shapes(state)
     assert metrics["loss"].shape == () and metrics["loss"].dtype == np.float32
     assert all(np.size(const) <= 1 for const in closed.consts)
@@ -160,10 +165,11 @@ def test_step_of_abstract_make_learns_real_batch(name):
     _, state, batch = real_make(name)
     assert shapes(abstract) == shapes([state, batch])
     step, losses = compiled(abstract_step), []
+    before = step._cache_size()  # other tests may run it with these shapes
     for _ in range(12):
         state, metrics = step(state, batch)
         losses.append(metrics["loss"])
-    assert state["step"] == 12 and step._cache_size() == 1
+    assert state["step"] == 12 and step._cache_size() <= before + 1
     assert np.all(np.isfinite(losses)) and losses[-1] < 0.95 * losses[0], losses
 
 
@@ -192,7 +198,7 @@ def test_unrolled_equals_scan(name):
 
 @pytest.mark.parametrize("tie", [False, True])
 def test_loss_in_chunks_is_the_whole_loss(tie):
-    step, state, batch = transformer_lm.make(**TINY_LM, tie=tie)
+    step, state, batch = transformer_lm.make(**TINY_LM, tie=tie) if tie else real_make("lm")
     chunked, chunked_state, _ = abstract_make(transformer_lm, **TINY_LM, tie=tie, loss_chunks=4)
     assert shapes(chunked_state) == shapes(state)
     (new, metrics), (chunked_new, chunked_metrics) = (compiled(s)(state, batch) for s in (step, chunked))
