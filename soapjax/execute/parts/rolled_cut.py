@@ -19,10 +19,11 @@ from soapjax.execute.parts.joinings import Joining
 from soapjax.execute.parts.microbatches import MicroStep
 from soapjax.execute.parts.part_program import Place
 from soapjax.execute.parts.stacked_rows import StackedRows
-from soapjax.execute.parts.stage_cut import Crossing, StageCut
+from soapjax.execute.parts.stage_cut import StageCut
 from soapjax.execute.parts.trip_families import Rows, runs_of_rows
 from soapjax.execute.parts.trip_loops import Rolled
 from soapjax.execute.parts.trip_order import Irregular
+from soapjax.execute.parts.update_cut import Crossing
 from soapjax.execute.transfers.stacked_state import Pieces
 from soapjax.graph.trace.program import FlatEqn
 

@@ -10,13 +10,14 @@ every stage that needs it, from what the first round made of each stage's own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.parts.cut import Part, depends_on, keys_of, make_part, phase_of, read_at, tasks_of, with_outputs
+from soapjax.execute.parts.cut import Part, make_part, tasks_of, with_outputs
+from soapjax.execute.parts.cutter import Cutter
 from soapjax.execute.parts.microbatches import MicroStep
-from soapjax.graph.batch.unlike_sums import SCALES
+from soapjax.execute.parts.update_cut import Crossing, cut_updates
 from soapjax.graph.batch.whole_equations import as_whole
 from soapjax.graph.lifespans import kept_between_passes, kept_for_result, lifetimes, makers
 from soapjax.graph.microbatch import require_phases
@@ -25,31 +26,8 @@ from soapjax.graph.passes.build import Binding
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.graph.rules.light_rules import LIGHT
 from soapjax.graph.trace.program import FlatEqn
-from soapjax.graph.trace.tracing import TracedStep
-from soapjax.graph.trace.values import IDENTITIES
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.schedules import kind_of, recomputes_apart, splits_backward
-
-
-def outermost_gradients(step: TracedStep, binding: Binding) -> list[int]:
-    """The outermost value of every parameter's gradient.
-
-    Raises: SoapjaxError where one has none.
-    """
-    at = {binding.values.of(o).root: o for e in reversed(step.program.eqns) for o in e.outputs}
-    if inside := [p.path for p in binding.phases.parameters if p.gradient not in at]:
-        value = f"the gradient of {inside[0]!r} (and {len(inside) - 1} more) stays inside a loop of the step's own"
-        expected = "gradients that one backward pass makes: micro-batches are added up by the pipeline"
-        raise SoapjaxError(Problem("train step", value, expected, "leave the accumulation out, or plan without a pipeline"))
-    return [at[p.gradient] for p in binding.phases.parameters]
-
-
-class Crossing(NamedTuple):
-    """A value of forward or backward parts that the update reads (or the step returns)."""
-
-    value: int
-    site: int  # the stage that needs it, or makes it
-    summands: tuple[tuple[int, int], ...]  # (stage, value): what is summed over micro-batches, and then added up
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -120,92 +98,6 @@ def stage_of_operators(graph: OperatorGraph, pipeline: Pipeline) -> list[int]:
     return stage
 
 
-class Cutter:
-    """What is known of a step before it is cut: the phase of every equation, and where those of both passes run.
-
-    Args:
-      num: how many places (stages, sub-meshes) there are.
-      batch_leaves: input leaves that differ from micro-batch to micro-batch.
-      draws: equations whose random numbers do.
-      after_all: equations that are evaluated on what all micro-batches make.
-    """
-
-    def __init__(
-        self, step: TracedStep, graph: OperatorGraph, binding: Binding, num: int, batch_leaves: Sequence[int],
-        draws: frozenset[str] = frozenset(), after_all: frozenset[str] = frozenset(),
-    ):  # fmt: skip
-        self.step, self.graph, self.binding, self.num = step, graph, binding, num
-        self.program, self.values = step.program, binding.values
-        self.phase = {e.key: phase_of(e, graph, binding) for e in self.program.eqns}
-        of_batch = depends_on(self.program, {self.program.inputs[i] for i in batch_leaves})
-        self.of_batch = {e.key for e in self.program.eqns if any(o in of_batch for o in e.outputs)}
-        drawn = {o for e in self.program.eqns if not draws.isdisjoint(keys_of(e)) for o in e.outputs} if draws else ()
-        of_draws = depends_on(self.program, drawn)
-        differs = self.of_batch | {e.key for e in self.program.eqns if any(o in of_draws for o in e.outputs)}
-        # Of the forward pass what is the same for all micro-batches; what the update may evaluate: also what is made of all.
-        self.same = {k for k, p in self.phase.items() if p == FORWARD and k not in differs}
-        self.once = self.same | {k for k, p in self.phase.items() if p == FORWARD and k in after_all}
-        self.made_by = {o: e for e in self.program.eqns for o in e.outputs}
-        self.stage: dict[str, int] = {}  # of every forward and backward equation
-        self.value_stage: dict[int, int] = {}
-
-    def source(self, value: int) -> int:
-        """What it is, behind barriers and names, which run wherever their results are read."""
-        eqn = self.made_by.get(value)
-        while eqn is not None and eqn.name in IDENTITIES:
-            of = eqn.inputs[eqn.outputs.index(value)]
-            if not isinstance(of, int):
-                break
-            value, eqn = of, self.made_by.get(of)
-        return value
-
-    def set_free(self, value: int) -> bool:
-        """Has every part that reads a value make it, and what it is made of: where that is the same for all micro-batches."""
-        found: dict[str, FlatEqn] = {}
-        queue = [value]
-        while queue:
-            eqn = self.made_by.get(queue.pop())
-            if eqn is not None and eqn.key not in found and self.phase[eqn.key] is not None:
-                if eqn.key not in self.same or eqn.body is not None:
-                    return False
-                found[eqn.key] = eqn
-                queue += [a for a in eqn.inputs if isinstance(a, int)]
-        for key, eqn in found.items():
-            self.phase[key] = None
-            self.stage.pop(key, None)
-            for o in eqn.outputs:
-                self.value_stage.pop(o, None)
-        return True
-
-    def keys(self, phase: int | None, stage: int | None = None) -> set[str]:
-        return {k for k, p in self.phase.items() if p == phase and (stage is None or self.stage[k] == stage)}
-
-    def gradient_values(self) -> list[int]:
-        """The outermost value of every parameter's gradient."""
-        return outermost_gradients(self.step, self.binding)
-
-    def summands(self, value: int) -> list[int]:
-        """A sum of gradients, taken apart as long as its terms come from several stages."""
-        eqn = self.made_by.get(value)
-        is_sum = eqn is not None and eqn.name in ("add_any", "add") and SCALES not in eqn.params
-        if eqn is not None and is_sum and all(isinstance(a, int) for a in eqn.inputs):
-            terms = [t for a in eqn.inputs for t in self.summands(a)]
-            if len({self.value_stage.get(t) for t in terms}) > 1 and all(t in self.value_stage for t in terms):
-                return terms
-        return [value]
-
-    def between_stages(self) -> set[str]:
-        """The additions of gradients' terms from several stages: the update adds them up, once per step."""
-        found: set[str] = set()
-        waiting = [v for v in self.gradient_values() if self.summands(v) != [v]]
-        while waiting:
-            v = waiting.pop()
-            if self.summands(v) != [v]:
-                found.add(self.made_by[v].key)
-                waiting += [a for a in self.made_by[v].inputs if isinstance(a, int)]
-        return found
-
-
 def _assign(c: Cutter, stage_of: Sequence[int]) -> None:
     """Stages of equations: forward never reads from a later stage; a backward one that would moves down."""
     problems = []
@@ -235,100 +127,6 @@ def _assign(c: Cutter, stage_of: Sequence[int]) -> None:
         c.value_stage.update(dict.fromkeys(eqn.outputs, stage))
     if problems:
         raise SoapjaxError(problems[:5])
-
-
-class Updates(NamedTuple):
-    update: tuple[Part, ...]
-    mixed: tuple[Part | None, ...]
-    crossings: tuple[Crossing, ...]
-    home: dict[int, int]
-    results: tuple[tuple[int, int] | None, ...]
-    gradients: tuple[tuple[int, int], ...]
-
-
-def cut_updates(c: Cutter, passes: Sequence[Part], owners: Mapping[int, int] | None = None) -> Updates:
-    """The parts of the update, by place, and what crosses into them from `passes` (forward and backward parts).
-
-    Args:
-      owners: input leaf of a parameter -> the place that keeps and updates it; by default the first that reads it.
-    """
-    program, phases = c.program, c.binding.phases
-    free = c.keys(None) | c.keys(UPDATE) | (c.once & c.stage.keys())
-    readers = read_at(passes)
-    gradients = c.gradient_values()
-    owner: dict[int, int] = {}  # input leaf -> stage
-    site: dict[int, int] = {}
-    for parameter, gradient in zip(phases.parameters, gradients, strict=True):
-        stage = min(readers.get(parameter.value, [0])) if owners is None else owners[parameter.leaf]
-        owner.update(dict.fromkeys((parameter.leaf, *parameter.state_leaves), stage))
-        site[gradient] = stage
-    depends: dict[int, frozenset[int]] = {}
-
-    def stages_of(v: int) -> frozenset[int]:
-        """The stages on whose gradients, or other crossing values, it depends; none of an input of the step."""
-        if v in depends:
-            return depends[v]
-        stage = site.get(v, c.value_stage.get(v))
-        return frozenset() if stage is None else frozenset({stage})
-
-    for eqn in program.eqns:
-        if eqn.key in free:
-            found = (stages_of(a) for a in eqn.inputs if isinstance(a, int))
-            depends.update(dict.fromkeys(eqn.outputs, frozenset[int]().union(*found)))
-    inverse = {o: i for i, o in c.step.state_pairs.items()}
-    home: dict[int, int] = {}
-    results: list[tuple[int, int] | None] = []
-    for leaf, value in enumerate(program.inputs):
-        out = program.outputs[c.step.state_pairs[leaf]] if leaf in c.step.state_pairs else None
-        made = sorted(stages_of(out)) if isinstance(out, int) and out not in program.inputs else []
-        home[value] = owner.get(leaf, made[0] if made else min(readers.get(value, [0])))
-    wanted: list[list[int]] = [[] for _ in range(c.num)]
-    for leaf, out in enumerate(program.outputs):
-        if not isinstance(out, int):
-            results.append(None)
-            continue
-        at = home[program.inputs[inverse[leaf]]] if leaf in inverse else max(stages_of(out), default=home.get(out, 0))
-        results.append((at, out))
-        if out not in home and out not in wanted[at]:
-            wanted[at].append(out)
-    single = {v for v in (*depends, *site) if len(stages_of(v)) == 1}
-    update, mixed = _update_parts(c, free, wanted, home, stages_of, stop=single - set(program.inputs))
-    crossing = {}
-    for part in update:
-        for v in part.inputs:
-            if v not in home:
-                terms = c.summands(v) if v in site else [v]
-                crossing[v] = Crossing(v, part.place, tuple((c.value_stage[t], t) for t in terms))
-    for v in gradients:  # also those that no update reads
-        if v in c.value_stage:
-            crossing.setdefault(v, Crossing(v, site[v], tuple((c.value_stage[t], t) for t in c.summands(v))))
-    return Updates(
-        tuple(update), tuple(mixed), tuple(crossing.values()), home, tuple(results), tuple((site[v], v) for v in gradients)
-    )  # fmt: skip
-
-
-def _update_parts(
-    c: Cutter, free: Collection[str], wanted: Sequence[Sequence[int]], home: Mapping[int, int],
-    stages_of: Callable[[int], frozenset[int]], *, stop: Collection[int],
-) -> tuple[list[Part], list[Part | None]]:  # fmt: skip
-    """Of every stage the part that depends on its own gradients alone, and where something `wanted` needs others' a part for that.
-
-    Args:
-      home: input -> the stage that keeps it.
-      stop: values that such a mixed part is given.
-    """
-    program = c.program
-    alone = [[v for v in wanted[s] if stages_of(v) <= {s}] for s in range(c.num)]
-    rest = [[v for v in wanted[s] if v not in alone[s]] for s in range(c.num)]
-    mixed = [
-        make_part(f"update {s} mixed", s, program, (), free, rest[s], stop=stop) if rest[s] else None for s in range(c.num)
-    ]
-    for part in mixed:
-        for v in part.inputs if part is not None else ():
-            if v not in home:
-                (t,) = stages_of(v)
-                alone[t] += [v] if v not in alone[t] else []
-    return [make_part(f"update {s}", s, program, (), free, alone[s]) for s in range(c.num)], mixed
 
 
 def _kept_tensors(c: Cutter) -> dict[int, set[int]]:
@@ -412,7 +210,8 @@ def cut_stages(micro: MicroStep, graph: OperatorGraph, binding: Binding, pipelin
     reads = [dataclasses.replace(p, inputs=tuple(v for v in p.inputs if v not in again_of.get(p.name, ()))) for p in passes]
     done = {p.name: dataclasses.replace(p, inputs=q.inputs) for p, q in zip(with_outputs(reads), passes, strict=True)}
     kinds = ("forward", "backward", "weights", "recompute")
-    return StageCut(*(tuple(done.get(f"{kind} {s}") for s in range(c.num)) for kind in kinds), *updates._replace(home=home))
+    of_passes: dict[str, Any] = {kind: tuple(done.get(f"{kind} {s}") for s in range(c.num)) for kind in kinds}
+    return StageCut(**of_passes, **updates._replace(home=home)._asdict())
 
 
 def _put_off(c: Cutter, free: Collection[str]) -> set[str]:

@@ -27,7 +27,8 @@ from soapjax.execute.parts.gathered import gather_program
 from soapjax.execute.parts.joinings import Joining
 from soapjax.execute.parts.microbatches import MicroStep
 from soapjax.execute.parts.part_program import Accumulated, Place, jit_part, keys_in, sum_dtype
-from soapjax.execute.parts.stage_cut import Crossing, StageCut
+from soapjax.execute.parts.stage_cut import StageCut
+from soapjax.execute.parts.update_cut import Crossing
 from soapjax.execute.streams.small_programs import numbers, rows_apart, rows_joined, zeros
 from soapjax.execute.streams.stream import StreamBuilder
 from soapjax.strategy.pipeline import Action, Pipeline

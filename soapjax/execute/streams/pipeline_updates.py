@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 
 from soapjax.execute.parts.part_program import Place, evaluate_part, finished, jit_part
-from soapjax.execute.parts.stage_cut import Crossing
+from soapjax.execute.parts.update_cut import Crossing
 from soapjax.execute.spmd.evaluator import OfMicroBatch
 from soapjax.execute.spmd.promotion import high
 from soapjax.execute.streams.pipeline_stream import PipelineStream, Staged

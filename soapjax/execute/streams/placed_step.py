@@ -19,8 +19,9 @@ from jax.sharding import Mesh
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.parts.cut import Part, make_part, read_at, tasks_of, with_outputs
+from soapjax.execute.parts.cutter import Cutter
 from soapjax.execute.parts.part_program import Place, jit_part
-from soapjax.execute.parts.stage_cut import Cutter, Updates, cut_updates
+from soapjax.execute.parts.update_cut import Updates, cut_updates
 from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.execute.streams.stream import Stream, StreamBuilder, Streamed
 from soapjax.execute.transfers.arrivals import place_all

@@ -7,9 +7,9 @@ from typing import Any
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.parts.batch_axes import batch_leaves
+from soapjax.execute.parts.cutter import outermost_gradients
 from soapjax.execute.parts.joinings import found_reduction
 from soapjax.execute.parts.microbatches import micro_step
-from soapjax.execute.parts.stage_cut import outermost_gradients
 from soapjax.execute.streams.pipelined_step import cut_and_joined
 from soapjax.execute.streams.stage_programs import MicroGraph, places_of, staged_step, step_of_plan
 from soapjax.execute.streams.stream_step import StreamStep
