@@ -279,6 +279,14 @@ def test_stages_are_as_wide_as_no_device_repeats_anothers_work(batch, devices, s
     assert widths == {(width,) * stages}
 
 
+def test_stages_of_parts_of_two_hosts_are_made_narrower():
+    """Three stages on two hosts of three devices: the second of two devices each would be half of each host."""
+    place = topology_of("2x4")
+    six = dataclasses.replace(place, levels=(place.levels[0], dataclasses.replace(place.levels[1], size=3)))
+    problem = StageProblem(graph_of("lm"), six, num_stages=3)
+    assert {choice.counts for _, _, choice in Grid(problem).choices()} == {(1, 1, 1)}
+
+
 def test_a_start_is_simulated_only_where_it_fits_or_none_does():
     free = two_stage_problem()
     search_stages(free, num_proposals=1)

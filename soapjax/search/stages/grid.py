@@ -90,9 +90,11 @@ class Grid:
     def _points(self) -> list[Point]:
         found = []
         for groups in self.problem.stages:
-            # Seven devices for two stages leave one idle, and more where the samples of no micro-batch divide by three.
-            of_width = (self._points_of(groups, width) for width in range(self.topology.num_devices // groups, 0, -1))
-            found += next(filter(None, of_width), [])
+            # Seven devices for two stages leave one idle, and more where the samples of no micro-batch divide by three, or the
+            # devices of a stage were of two hosts, and not all of these.
+            widths = range(self.topology.num_devices // groups, 0, -1)
+            whole = (width for width in widths if self.problem.has_units((width,) * groups))
+            found += next(filter(None, (self._points_of(groups, width) for width in whole)), [])
         return found
 
     def _points_of(self, groups: int, width: int) -> list[Point]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -287,14 +288,15 @@ class StageProblem:
             return False
         if self.stacks and not self._cuts_stacks_well(choice):
             return False
-        first = 0
-        for count, inner in zip(choice.counts, choice.inner, strict=True):
-            if not _is_regular(self.topology, first, count):
-                return False
-            if inner >= len(self.loads.choices(first, count, choice.num_microbatches)):
-                return False
-            first += count
-        return True
+        if not self.has_units(choice.counts):
+            return False
+        own = ((inner, self.loads.choices(first, count, choice.num_microbatches)) for first, count, inner in choice.groups)
+        return all(inner < len(choices) for inner, choices in own)
+
+    def has_units(self, counts: Sequence[int]) -> bool:
+        """Whether groups of so many devices, one after the other, are whole units: meshes then have the links that they seem to."""
+        firsts = itertools.accumulate(counts[:-1], initial=0)
+        return all(_is_regular(self.topology, first, count) for first, count in zip(firsts, counts, strict=True))
 
     def pipeline(self, choice: Choice) -> Pipeline:
         """The pipeline as a plan has it."""
@@ -342,6 +344,6 @@ def inside_recomputed(graph: OperatorGraph, position: np.ndarray) -> set[int]:
 
 
 def _is_regular(topology: DeviceTopology, first: int, count: int) -> bool:
-    """Whether devices are whole units: their mesh then has the links that it seems to have."""
+    """Whether devices are whole units."""
     part = part_of(topology, first, count)
     return count == 1 or len(part.levels) > 1 or topology.levels[-1].size % count == 0 or len(topology.levels) == 1
