@@ -98,7 +98,10 @@ class StageProblem:
             return [given]
         # One stage, and several micro-batches: one program's way to need less memory.
         least = 1 if self.schedules == SYNCHRONOUS else 2
-        return [k for k in range(least, min(devices, len(self.cuts) - 1) + 1) if devices % k == 0] or [1]
+        numbers = range(least, min(devices, len(self.cuts) - 1) + 1)
+        dividing = [k for k in numbers if devices % k == 0]
+        # Of seven devices two stages get three each, and one is idle.
+        return (dividing if any(1 < k < devices for k in dividing) else list(numbers)) or [1]
 
     def is_even(self, choice: Choice) -> bool:
         """Whether stacked state can lie where its rows are used (stacks.py)."""
