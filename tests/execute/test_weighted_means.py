@@ -82,7 +82,7 @@ LOSSES = {
 
 def step_of(weighted, decay=0.0, dropped=False):
     def step(state, batch):
-        new_key, key = jax.random.split(state["key"])
+        new_key, key = jax.random.split(state["key"]) if dropped else (state["key"], None)
 
         def loss_fn(params):
             h = jnp.tanh(params["embed"][batch["tokens"]] @ params["w"])
