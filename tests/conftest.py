@@ -55,12 +55,9 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from soapjax.costs.tables import arrays  # noqa: E402
-
 jax.config.update("jax_numpy_dtype_promotion", "standard")  # optax's do not work under "strict", as our own programs do
 hypothesis.settings.register_profile("untimed", deadline=None)  # the machine may have other work
 hypothesis.settings.load_profile("untimed")
-arrays.MIN_GROUPS = 8  # problems with pins on two, four and eight devices share the planner's programs, which take long to compile
 MOST_BYTES = 2 << 30
 gc.set_threshold(100_000, 10, 10)  # tracing makes many objects that stay
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sysconfig
 import traceback
@@ -61,6 +62,7 @@ def _frame(source_info: Any, calls: Sequence[Call]) -> Frame | None:
     return mine[0] if is_users else call
 
 
+@functools.cache  # the same few files again and again: the file system is asked once for each
 def _is_users(file: str) -> bool:
     return not file.startswith("<") and not os.path.realpath(file).startswith(_NOT_THE_USERS)
 

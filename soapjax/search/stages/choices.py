@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +45,11 @@ class Choice:
         """Of every stage what its loads are asked for by: its bounds, first device, devices, micro-batches, inner strategy."""
         bounds, num = zip(self.bounds, self.bounds[1:], strict=False), self.num_microbatches
         return [(b, first, count, num, inner) for b, (first, count, inner) in zip(bounds, self.groups, strict=True)]
+
+
+def firsts_of(counts: Sequence[int]) -> list[int]:
+    """The first device of every group of so many, one after the other."""
+    return list(itertools.accumulate(counts[:-1], initial=0))
 
 
 class Priced(NamedTuple):

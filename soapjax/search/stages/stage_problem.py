@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,7 +22,7 @@ from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.phases import BACKWARD
 from soapjax.search.front import Front
 from soapjax.search.objective import TIME, Objective
-from soapjax.search.stages.choices import Choice, Priced, outline, scores_of
+from soapjax.search.stages.choices import Choice, Priced, firsts_of, outline, scores_of
 from soapjax.search.stages.condensed_loads import CondensedLoads
 from soapjax.search.stages.stacks import Stacks, reaches
 from soapjax.search.stages.stage_figures import part_of
@@ -293,13 +292,12 @@ class StageProblem:
             return False
         if not self.has_units(choice.counts):
             return False
-        own = ((inner, self.loads.choices(first, count, choice.num_microbatches)) for first, count, inner in choice.groups)
-        return all(inner < len(choices) for inner, choices in own)
+        of_groups = zip(firsts_of(choice.counts), choice.counts, choice.inner, strict=True)
+        return all(k < len(self.loads.choices(first, count, choice.num_microbatches)) for first, count, k in of_groups)
 
     def has_units(self, counts: Sequence[int]) -> bool:
         """Whether groups of so many devices, one after the other, are whole units: meshes then have the links that they seem to."""
-        firsts = itertools.accumulate(counts[:-1], initial=0)
-        return all(_is_regular(self.topology, first, count) for first, count in zip(firsts, counts, strict=True))
+        return all(_is_regular(self.topology, first, count) for first, count in zip(firsts_of(counts), counts, strict=True))
 
     def pipeline(self, choice: Choice) -> Pipeline:
         """The pipeline as a plan has it."""
