@@ -78,7 +78,7 @@ def _of_stages(staged: PlannedStages) -> Chosen:
 def _may_add_up(request: PlanRequest) -> bool:
     """Whether several micro-batches are offered: not by another planner, nor beside what only one program can do."""
     is_searched = request.planner == "mcmc" and request.space == "soap" and not request.pareto and not request.verify_top
-    return is_searched and request.num_microbatches is None and request.fixed is None and request.logical_axis_rules is None
+    return is_searched and request.num_microbatches is None
 
 
 def _one_program_that_fits(request: PlanRequest, fn: Callable[..., Any], *args: Any) -> Chosen:

@@ -25,8 +25,8 @@ from soapjax.planning.user_shardings import check_constraints
 from soapjax.report.perfetto import TraceEvent
 from soapjax.search.problem import PlanningProblem
 from soapjax.strategy.configs import Strategy
-from soapjax.strategy.plan import Plan, parse_spec
-from soapjax.strategy.plan_strategy import strategy_of, topology_of
+from soapjax.strategy.plan import Plan
+from soapjax.strategy.plan_strategy import fixed_specs, strategy_of, topology_of
 from soapjax.strategy.space import search_space
 from soapjax.topology import DeviceTopology, FactorMesh
 
@@ -147,11 +147,11 @@ def problem_of_plan(
 def _problem(
     loaded: Plan, graph: OperatorGraph, own: DeviceTopology, mesh: FactorMesh, place: str, profile: Profile | None
 ) -> PlanningProblem:
-    fixed = {path: parse_spec(spec) for path, spec in loaded.fixed.items()}
     try:
         if profile is None and loaded.profile is not None:
             profile = profile_of(loaded.profile)
-        return PlanningProblem.make(graph, search_space(graph, mesh, fixed=fixed, pins=bool(loaded.pinned)), own, profile)
+        space = search_space(graph, mesh, fixed=fixed_specs(loaded), pins=bool(loaded.pinned))
+        return PlanningProblem.make(graph, space, own, profile)
     except SoapjaxError as e:
         raise SoapjaxError(p._replace(place=f"{place}: {p.place}") for p in e.problems) from None
 

@@ -145,10 +145,16 @@ class PlanRequest:
             beside = "micro-batches" if self.adds_up else "a pipeline"
             expected, remedy = f"{' or '.join(allowed)} beside {beside}", f"drop planner, or {beside}"
             problems.append(Problem("planner", repr(self.planner), expected, remedy))
-        if self.pipeline is not None or self.adds_up:
+        if self.pipeline is not None and not self.has_one_stage:
             of_user = [name for name in ("fixed", "logical_axis_rules") if getattr(self, name) is not None]
-            problems += [Problem(name, "given beside a pipeline or micro-batches", "one of them", "drop it") for name in of_user]
+            expected = "one of them, or one stage, whose mesh is that of all devices"
+            problems += [Problem(name, "given beside a pipeline", expected, "drop it, or say stages=1") for name in of_user]
         return problems
+
+    @property
+    def has_one_stage(self) -> bool:
+        """Whether a pipeline's mesh is that of all devices."""
+        return self.num_stages == 1 and self.pipeline != "pipedream"  # which makes replicas of it
 
     @property
     def adds_up(self) -> bool:

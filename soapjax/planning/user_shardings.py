@@ -5,6 +5,7 @@ Constraints inside the step (`with_sharding_constraint`) are operators of the gr
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -51,6 +52,26 @@ def user_layouts(
     if problems:
         raise SoapjaxError(problems)
     return layouts
+
+
+def layouts_of_rows(step: TracedStep, layouts: Mapping[str, Spec]) -> dict[str, Spec]:
+    """Specs by the paths of a step whose stacked state is taken apart into its rows, from those by its arguments' own paths.
+
+    Raises: SoapjaxError naming every stack that is fixed to be split between its rows.
+    """
+    found, problems, paths = {}, [], iter(step.in_paths)
+    for path, n in zip(step.leaf_paths, step.program.rows[0], strict=True):
+        mine = list(itertools.islice(paths, n))
+        spec = layouts.get(path)
+        if spec is None:
+            continue
+        if n > 1 and any(spec[:1]):
+            value, expected = f"its first dim split over {' and '.join(spec[0])}", "layers that are whole: each is a stage's"
+            problems.append(Problem(f"layout of {path}", value, expected, "split another dim, or plan without micro-batches"))
+        found.update(dict.fromkeys(mine, spec[n > 1 :]))
+    if problems:
+        raise SoapjaxError(problems)
+    return found
 
 
 def check_constraints(step: TracedStep, mesh: FactorMesh) -> None:

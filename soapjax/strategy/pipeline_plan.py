@@ -18,7 +18,7 @@ from soapjax.topology import DeviceTopology, factor_mesh
 def make_pipeline_plan(
     graph: OperatorGraph, topology: DeviceTopology, pipeline: Pipeline, stages: Sequence[MeshPlan], prediction: Prediction, *,
     model: ModelSource | None = None, provenance: Provenance = Provenance(), tracing: Mapping[str, Any] = {},
-    profile: dict[str, Any] | None = None,
+    profile: dict[str, Any] | None = None, fixed: Mapping[str, str] = {},
 ) -> Plan:  # fmt: skip
     """A plan of a pipeline.
 
@@ -45,6 +45,7 @@ def make_pipeline_plan(
         mesh=mesh_part(factor_mesh(topology)),
         **own,
         **tracing,
+        fixed=dict(fixed),
         profile=profile,
         prediction=prediction,
         provenance=provenance,

@@ -12,7 +12,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.phases import PHASE_NAMES
 from soapjax.strategy.configs import PIN, REPLICATE, Strategy, replicated
-from soapjax.strategy.layout import REPLICATED, spec_of
+from soapjax.strategy.layout import REPLICATED, Spec, spec_of
 from soapjax.strategy.plan import (
     MeshPart,
     MeshPlan,
@@ -25,6 +25,7 @@ from soapjax.strategy.plan import (
     TaskPart,
     format_spec,
     graph_parts,
+    parse_spec,
 )
 from soapjax.strategy.space import SearchSpace
 from soapjax.topology import DeviceTopology, FactorMesh, factor_mesh
@@ -96,6 +97,11 @@ def make_plan(
         prediction=prediction,
         provenance=provenance,
     )
+
+
+def fixed_specs(plan: Plan) -> dict[str, Spec]:
+    """What the user fixed of a plan's arguments, by path."""
+    return {path: parse_spec(spec) for path, spec in plan.fixed.items()}
 
 
 def _is_executable(graph: OperatorGraph, strategy: Strategy) -> bool:

@@ -83,8 +83,6 @@ def test_a_number_is_kept_to(step, expected):
     same(soap_shard(fn, topology="cpu8", microbatches=4, proposals=100)(*arguments), expected)
     plan = choosing.as_asked(PlanRequest(topology="cpu8", microbatches=4, proposals=100), fn, *arguments).plan
     assert plan.pipeline.num_microbatches == 4 and len(plan.pipeline.stages) == 1
-    with pytest.raises(SoapjaxError, match="fixed: got given beside.*micro-batches.*one of them"):
-        choosing.as_asked(PlanRequest(topology="cpu8", microbatches=4, fixed={"batch": ()}), fn, *arguments)
     with pytest.raises(SoapjaxError, match='stages: got given without a pipeline.*pipeline="1f1b"'):
         choosing.as_asked(PlanRequest(topology="cpu8", stages=2), fn, *arguments)
 

@@ -20,7 +20,7 @@ from soapjax.helpers.own_config import own_configuration
 from soapjax.planning.pipelining.stage_strategies import plans_of_stages
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import MeshPlan, Plan
-from soapjax.strategy.plan_strategy import topology_of
+from soapjax.strategy.plan_strategy import fixed_specs, topology_of
 from soapjax.strategy.schedules import kind_of
 from soapjax.topology import DeviceTopology, load_topology
 
@@ -61,7 +61,7 @@ def planned_pipeline(fn: Any, *args: Any, plan: Plan, **options: Any) -> StreamS
     storage = {name: part.storage for name, part in plan.operators.items()}
 
     def anew(graph: OperatorGraph) -> list[MeshPlan]:
-        return plans_of_stages(graph, plan.pipeline, topology_of(plan)[0], axes, storage)
+        return plans_of_stages(graph, plan.pipeline, topology_of(plan)[0], axes, storage, fixed=fixed_specs(plan))
 
     return step_of_plan(fn, *args, plan=plan, anew=anew, **options)
 

@@ -19,6 +19,7 @@ from soapjax.search.stages.stage_loads import StageLoads
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.pipeline_plan import make_pipeline_plan
 from soapjax.strategy.plan import MeshPlan, ModelSource, Plan, Prediction, Provenance
+from soapjax.strategy.plan_strategy import fixed_specs
 from soapjax.strategy.schedules import kind_of
 from soapjax.topology import DeviceTopology, FactorMesh
 
@@ -32,9 +33,12 @@ def pipeline_plan(
     for planned in times.inside:
         if planned.space.mesh not in plans:
             plans[planned.space.mesh] = planned.plan()
+    stages, first = [plans[p.space.mesh] for p in times.inside], times.inside[0].space
+    paths = [graph.in_paths[leaf] for leaf in sorted(first.fixed_layouts)]  # the same on every mesh
     return make_pipeline_plan(
-        graph, topology, times.pipeline, [plans[p.space.mesh] for p in times.inside], _prediction(times, topology.num_devices),
-        model=model, provenance=provenance, tracing=tracing, profile=carried(profile, {t.structure for t in graph.tasks}),
+        graph, topology, times.pipeline, stages, _prediction(times, topology.num_devices), model=model, provenance=provenance,
+        tracing=tracing, profile=carried(profile, {t.structure for t in graph.tasks}),
+        fixed={path: stages[0].arguments[path] for path in paths},
     )  # fmt: skip
 
 
@@ -63,7 +67,8 @@ def recost_pipeline(
     """
     pipeline = loaded.pipeline
     profile = profile_of(loaded.profile, place=f"{place}: profile") if loaded.profile is not None else None
-    loads = StageLoads(graph, topology, profile, sums_once=kind_of(pipeline).is_synchronous)
+    sums_once = kind_of(pipeline).is_synchronous
+    loads = StageLoads(graph, topology, profile, sums_once=sums_once, fixed=fixed_specs(loaded))
     loads.graph(pipeline.num_microbatches)
     bounds = _bounds(pipeline, graph, loads, place)
     if pipeline.stages and max(d for s in pipeline.stages for d in s.devices) >= topology.num_devices:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ from soapjax.search.stages.pipedream_stages import Memory, pipedream
 from soapjax.search.stages.stage_loads import stage_of_operators
 from soapjax.search.stages.stage_problem import SYNCHRONOUS, StageProblem
 from soapjax.strategy.configs import Strategy
+from soapjax.strategy.layout import Spec
 from soapjax.strategy.pipeline import Pipeline, ScheduleName, Stage
 from soapjax.strategy.plan import Provenance, StrategyFigures
 from soapjax.strategy.schedules import SCHEDULES
@@ -71,13 +72,13 @@ def find_pipeline(
     num_microbatches: int | None = None, seed: int = 0, proposals: int | None = None, seconds: float | None = None,
     progress: Callable[[int, float, float], None] | None = None, profile: Profile | None = None, objective: Objective = TIME,
     pareto: bool = False, slower_than_s: float = math.inf, share_if_bound: float = 1.0,
-    expert: str | None = None,
+    expert: str | None = None, fixed: Mapping[str, Spec] | None = None,
 ) -> FoundPipeline:  # fmt: skip
     """The best pipeline of a schedule, or ("auto") of all synchronous ones, by an objective; `pareto` keeps the front.
 
     Args:
       share_if_bound: of the seconds, where memory binds (joint_search.py).
-      expert: as for `StageProblem`.
+      expert, fixed: as for `StageProblem`.
     Raises: Beaten where the best is slower than `slower_than_s` by more than NEAR; SoapjaxError where none is possible, or none
       fits: the stage that is too large, and by how much; KeyboardInterrupt where Ctrl-C came before one was found that fits.
     """
@@ -92,7 +93,7 @@ def find_pipeline(
         problem = StageProblem(
             graph, topology, schedules=SYNCHRONOUS if schedule == "auto" else (schedule,),
             num_stages=num_stages, num_microbatches=num_microbatches, always_rematerialise=again, profile=profile,
-            objective=objective, keeps_front=pareto or not objective.is_time, expert=expert,
+            objective=objective, keeps_front=pareto or not objective.is_time, expert=expert, fixed=fixed,
         )  # fmt: skip
         searched_s = None if seconds is None else (1 - EXACT_SHARE) * seconds
         result = search_stages(

@@ -15,6 +15,7 @@ from soapjax.search.experts.baselines import data_parallel_strategy
 from soapjax.search.problem import PlanningProblem
 from soapjax.search.stages.stage_figures import part_of
 from soapjax.strategy.configs import Strategy, stage_storages
+from soapjax.strategy.layout import Spec
 from soapjax.strategy.pipeline import Pipeline, Stage
 from soapjax.strategy.plan import MeshPlan, OperatorPart
 from soapjax.strategy.plan_strategy import mesh_part, mesh_plan, strategy_of
@@ -41,7 +42,7 @@ def strategy_with(space: SearchSpace, given: Mapping[str, OperatorPart], *, plac
 @own_configuration()
 def plan_on(
     graph: OperatorGraph, mesh: FactorMesh, part: DeviceTopology, axes: Mapping[str, Mapping[str, str]] | None = None,
-    storage: Mapping[str, str] | None = None,
+    storage: Mapping[str, str] | None = None, fixed: Mapping[str, Spec] | None = None,
 ) -> MeshPlan:  # fmt: skip
     """What holds on a mesh.
 
@@ -49,9 +50,10 @@ def plan_on(
       part: the mesh's devices.
       axes: operator -> mesh axis -> dim, "replicate"; data parallelism for operators that are not in it.
       storage: of operators in `axes`, "as used" where it is not given.
+      fixed: as for `Fabric` (search/stages/stage_figures.py).
     Raises: SoapjaxError naming what does not fit.
     """
-    space = search_space(graph, mesh, storages=stage_storages(mesh, adds_up=True))  # whatever may be said
+    space = search_space(graph, mesh, fixed=fixed, storages=stage_storages(mesh, adds_up=True))  # whatever may be said
     stored = dict.fromkeys(axes or {}, "as used") | dict(storage or {})
     given = {name: OperatorPart(kind="", axes=dict(own), storage=stored[name]) for name, own in (axes or {}).items()}
     strategy = strategy_with(space, given, place="stages")
@@ -78,7 +80,7 @@ def stage_mesh(stage: Stage, topology: DeviceTopology) -> tuple[FactorMesh, Devi
 
 def plans_of_stages(
     graph: OperatorGraph, pipeline: Pipeline, topology: DeviceTopology, axes: Mapping[str, Mapping[str, str]] | None = None,
-    storage: Mapping[str, str] | None = None,
+    storage: Mapping[str, str] | None = None, fixed: Mapping[str, Spec] | None = None,
 ) -> list[MeshPlan]:  # fmt: skip
     """What holds on the mesh of every stage; stages on equal meshes share one plan. Arguments as for `plan_on`.
 
@@ -95,5 +97,5 @@ def plans_of_stages(
         if mesh not in plans:
             alike = {name for stage, (m, _) in zip(pipeline.stages, meshes, strict=True) if m == mesh for name in stage.operators}
             own = {name: x for name, x in (axes or {}).items() if name in alike}
-            plans[mesh] = plan_on(graph, mesh, part, own, storage)
+            plans[mesh] = plan_on(graph, mesh, part, own, storage, fixed)
     return [plans[mesh] for mesh, _ in meshes]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from soapjax.execute.streams.stream_step import StreamStep
@@ -22,14 +23,18 @@ from soapjax.planning.pipelining.pipelines import FoundPipeline, find_pipeline, 
 from soapjax.planning.pipelining.recomputing_stages import best_of_steps, recomputation_of
 from soapjax.planning.request import PlanRequest, Understood, takes_options
 from soapjax.planning.searching import AGAIN
+from soapjax.planning.user_shardings import layouts_of_rows, user_layouts
 from soapjax.search.stages.joint_search import DEFAULT_PROPOSALS
+from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import Plan, Provenance
-from soapjax.topology import DeviceTopology
+from soapjax.topology import DeviceTopology, factor_mesh
+
+log = logging.getLogger("soapjax")
 
 UNROLLED = "a loop over layers was unrolled: its iterations are in several stages"
 NOT_CUT = "stacked parameters stay whole on the first stage that reads them: something reads all their rows at once"
 LEAST_S = 0.01  # that a search has, when time is over: a pipeline that fits is looked for all the same
-OF_ONE_PROGRAM = "space", "simplicity", "verify_top", "fixed", "logical_axis_rules"
+OF_ONE_PROGRAM = "space", "simplicity", "verify_top"
 
 
 class Traced(NamedTuple):
@@ -64,7 +69,7 @@ def plan_staged(
       `slower_than_s`, before it is priced on the whole graph.
     """
     asked, remarks = request.understood(fn)
-    given_arguments(asked, fn, args)
+    given = given_arguments(asked, fn, args)
     compile_for: Sequence[Any] | None = None
     if asked.check == "compile":
         compile_for = devices_to_compile_for(asked.topology, asked.devices)
@@ -78,10 +83,11 @@ def plan_staged(
         remarks = (*remarks, *((UNROLLED,) if has_loops else ()), *((NOT_CUT,) if has_loops and not traced.graph.leaf_of else ()))
     if traced.graph.is_single_phase:
         require_phases(traced.graph, build_graph(traced.step)[1].phases.lines_of_late)
+    fixed = _fixed(asked, given, traced.step)
     deadline = math.inf if asked.seconds is None else time.monotonic() + asked.seconds
     planning = _Planning(
         asked=asked, remarks=remarks, fn=fn, args=args, traced=traced, is_asked_for=is_asked_for, deadline=deadline,
-        devices=compile_for, slower_than_s=slower_than_s,
+        devices=compile_for, slower_than_s=slower_than_s, fixed=fixed,
     )  # fmt: skip
     found = planning.find(asked.topology)
     is_beaten = asked.objective.is_time and found.times.timeline.step_time_s > slower_than_s
@@ -102,6 +108,7 @@ class _Planning(NamedTuple):
     deadline: float  # of `time.monotonic`
     devices: Sequence[Any] | None  # to compile for, where that is asked for
     slower_than_s: float
+    fixed: Mapping[str, Spec]
 
     def find(self, topology: DeviceTopology, share: float = 1.0) -> FoundPipeline:
         """The best pipeline, which is sure to run, by such a share of the proposals. Further ones get some of the seconds."""
@@ -133,7 +140,7 @@ class _Planning(NamedTuple):
                 graph, topology, schedule=asked.pipeline, num_stages=asked.num_stages, num_microbatches=asked.num_microbatches,
                 seed=asked.seed, proposals=proposals, seconds=seconds, progress=asked.progress, profile=asked.profile,
                 objective=asked.objective, pareto=asked.pareto, slower_than_s=slower_than_s,
-                share_if_bound=if_bound, expert=asked.expert,
+                share_if_bound=if_bound, expert=asked.expert, fixed=self.fixed,
             )  # fmt: skip
         at_most = MOST_TASKS if self.is_asked_for else math.inf
         of_micro = require_runnable(
@@ -159,6 +166,17 @@ class _Planning(NamedTuple):
         return planned_pipeline(
             self.fn, *self.args, plan=plan, of_micro=found.of_micro, static_argnums=asked.static_argnums, **how
         )  # fmt: skip
+
+
+def _fixed(asked: Understood, given: Sequence[Any], step: TracedStep) -> dict[str, Spec]:
+    """What the user fixed, of one stage: its mesh is that of all devices, whose axes layouts are said by. A pipeline's stages have
+    meshes of their own, and `request.problems` refuses what was asked for beside them."""
+    names, rules = factor_mesh(asked.topology).axis_names, asked.logical_axis_rules
+    layouts = user_layouts(given, step.leaf_paths, asked.fixed, axis_names=names, rules=rules)
+    if layouts and not asked.has_one_stage:
+        log.info("layouts in Flax's metadata are not kept in a pipeline, whose stages have other meshes: %s", ", ".join(layouts))
+        return {}
+    return layouts_of_rows(step, layouts)
 
 
 def _traced(asked: Understood, fn: Callable[..., Any], *args: Any) -> Traced:

@@ -6,15 +6,17 @@ costs between two others. Of a model whose blocks do not repeat these are the lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from soapjax.graph.condensing import MOST_KEPT, Condensed, condense
+from soapjax.graph.operators import OperatorGraph
 from soapjax.search.stages.stage_figures import Figures, Inside
 from soapjax.search.stages.stage_loads import CrossingBytes, StageLoads, sums_of
 from soapjax.simulate.pipeline_timeline import StageLoad
 from soapjax.strategy.configs import Strategy
+from soapjax.strategy.layout import Spec
 from soapjax.strategy.space import SearchSpace
 
 
@@ -27,9 +29,12 @@ class CondensedLoads:
 
     def __init__(self, whole: StageLoads, crossing_bytes: np.ndarray):
         self.whole, self.topology = whole, whole.topology
-        self.condensed: Condensed | None = condense(whole.whole, crossing_bytes)
+        condensed = condense(whole.whole, crossing_bytes)
+        # Blocks of whose parameters a user fixed some otherwise are no equals.
+        is_whole = condensed is None or not _fixed_alike(condensed, whole.whole, whole.fixed)
+        self.condensed: Condensed | None = None if is_whole else condensed
         self.small = whole if self.condensed is None else StageLoads(
-            self.condensed.graph, whole.topology, whole.profile, sums_once=whole.sums_once
+            self.condensed.graph, whole.topology, whole.profile, sums_once=whole.sums_once, fixed=whole.fixed
         )  # fmt: skip
 
     def choices(self, first: int, count: int, num: int) -> list[Inside]:
@@ -124,3 +129,13 @@ class CondensedLoads:
         left_out = max(0, (inside - 1) // period)
         start = first + period + (begin - first) % period
         return (start, start + inside - left_out * period), left_out, pair
+
+
+def _fixed_alike(condensed: Condensed, graph: OperatorGraph, fixed: Mapping[str, Spec]) -> bool:
+    """Whether every operator's parameters are fixed as those of the operator that stands for it."""
+
+    def of(g: OperatorGraph, n: int) -> list[Spec | None]:
+        leaves = ((p.leaf, *p.state_leaves) for p in (g.parameters[k] for k in g.operators[n].parameters))
+        return [next((fixed[g.in_paths[i]] for i in mine if g.in_paths[i] in fixed), None) for mine in leaves]
+
+    return not fixed or all(k >= 0 and of(graph, n) == of(condensed.graph, k) for n, k in enumerate(condensed.operator_of.tolist()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from soapjax.search.experts.baselines import data_parallel_strategy, tensor_para
 from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.schedule import schedule_of
 from soapjax.strategy.configs import Storage, Strategy, stage_storages
-from soapjax.strategy.layout import PARTIAL
+from soapjax.strategy.layout import PARTIAL, Spec
 from soapjax.strategy.space import SearchSpace, search_space
 from soapjax.topology import DeviceTopology, LinkLevel, factor_mesh
 
@@ -107,15 +107,16 @@ class Fabric:
     Args:
       has_passes: whether the forward and the backward pass are programs of their own.
       has_sums: whether several micro-batches add to one gradient, and so may share a copy of a parameter.
+      fixed: layouts that the user decided, by argument path; of the batch those of a micro-batch.
     """
 
     def __init__(
         self, graph: OperatorGraph, topology: DeviceTopology, profile: Profile | None, *, has_passes: bool = True,
-        has_sums: bool = True,
+        has_sums: bool = True, fixed: Mapping[str, Spec] | None = None,
     ):  # fmt: skip
         self.topology, self.has_passes, self.has_sums = topology, has_passes, has_sums
         mesh = factor_mesh(topology)
-        self.space = search_space(graph, mesh, storages=stage_storages(mesh, adds_up=has_sums))
+        self.space = search_space(graph, mesh, fixed=fixed, storages=stage_storages(mesh, adds_up=has_sums))
         self.tables = cost_tables(graph, self.space, topology, profile)
         self.schedule = schedule_of(self.tables)
         self._figures: dict[bytes, Figures] = {}

@@ -8,7 +8,7 @@ gives for the same strategy (tested). Memory is an upper bound: a part's gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from soapjax.costs.itemize import Sent, described_items, sent_items
 from soapjax.costs.measured.interpolation import ComputeRates, linked, without_links
 from soapjax.costs.measured.profile import Profile
 from soapjax.costs.split_share import split_flops
+from soapjax.errors import SoapjaxError
 from soapjax.graph.condensing import forward_operators
 from soapjax.graph.lifespans import lifetimes
 from soapjax.graph.microbatch import micro_batch
@@ -28,9 +29,10 @@ from soapjax.search.stages.stage_figures import Fabric, Figures, Inside, level_b
 from soapjax.search.stages.stage_part import StagePart
 from soapjax.simulate.pipeline_timeline import StageLoad, Transfer
 from soapjax.strategy.configs import Strategy
+from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import SentPart
-from soapjax.strategy.space import SearchSpace
-from soapjax.topology import DeviceTopology
+from soapjax.strategy.space import SearchSpace, search_space
+from soapjax.topology import DeviceTopology, factor_mesh
 
 OF_UPDATE = -1  # the position of an operator that has tasks in the update alone
 
@@ -84,18 +86,21 @@ class StageLoads:
     Args:
       profile: measurements to cost with; `topology` then has its links as measured.
       sums_once: whether devices sum up gradients once per step; in PipeDream every minibatch is a step.
+      fixed: as for `Fabric`, on all devices.
     """
 
     def __init__(
-        self, graph: OperatorGraph, topology: DeviceTopology, profile: Profile | None = None, *, sums_once: bool = True
-    ):
+        self, graph: OperatorGraph, topology: DeviceTopology, profile: Profile | None = None, *, sums_once: bool = True,
+        fixed: Mapping[str, Spec] | None = None,
+    ):  # fmt: skip
         micro_batch(graph, 1)  # refuses what cannot be a pipeline
         self.whole, self.topology, self.profile = graph, linked(topology, profile), without_links(profile)
-        self.sums_once = sums_once
+        self.sums_once, self.fixed = sums_once, dict(fixed or {})
         self.forward = forward_operators(graph)
         self.position = positions(graph, self.forward)
         self.lives = lifetimes(graph)  # as those of its micro-batches
         self._graphs: dict[int, OperatorGraph] = {}
+        self._fits: dict[int, bool] = {}
         self._fabrics: dict[tuple, tuple[Fabric, Ownership]] = {}
         self._loads: dict[tuple, tuple[Figures, StageLoad]] = {}
         self._sent: dict[tuple, np.ndarray] = {}  # [phases, K + 1] by an inner strategy
@@ -107,12 +112,30 @@ class StageLoads:
             self._graphs[num_microbatches] = micro_batch(self.whole, num_microbatches)
         return self._graphs[num_microbatches]
 
+    def fits_as_fixed(self, num_microbatches: int) -> bool:
+        """Whether what the user fixed divides the samples of so many micro-batches."""
+        if num_microbatches not in self._fits:
+            try:
+                self.require_fixed(num_microbatches)
+            except SoapjaxError:
+                self._fits[num_microbatches] = False
+            else:
+                self._fits[num_microbatches] = True
+        return self._fits[num_microbatches]
+
+    def require_fixed(self, num_microbatches: int) -> None:
+        """Raises: SoapjaxError where what the user fixed cannot be, on all devices and with so many micro-batches."""
+        if self.fixed:
+            search_space(self.graph(num_microbatches), factor_mesh(self.topology), fixed=self.fixed)
+
     def _fabric(self, first: int, count: int, num: int) -> tuple[Fabric, Ownership]:
         part = part_of(self.topology, first, count)
         links = tuple((level.name, level.size, level.bandwidth_bytes_per_s) for level in part.levels)
         if (links, num) not in self._fabrics:
             has_sums = self.sums_once and num > 1
-            fabric = Fabric(self.graph(num), part, self.profile, has_passes=num > 1, has_sums=has_sums)
+            # A formula asks for fewer devices, too, which lack axes that layouts are said by, and for single samples.
+            fixed = self.fixed if count == self.topology.num_devices and self.fits_as_fixed(num) else {}
+            fabric = Fabric(self.graph(num), part, self.profile, has_passes=num > 1, has_sums=has_sums, fixed=fixed)
             self._fabrics[links, num] = fabric, Ownership(fabric.tables, fabric.schedule, self.lives)
         return self._fabrics[links, num]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from soapjax.search.stages.stacks import Stacks, reaches
 from soapjax.search.stages.stage_figures import part_of
 from soapjax.search.stages.stage_loads import CrossingBytes, StageLoads, stage_of_operators, transfers_of
 from soapjax.simulate.pipeline_timeline import StageLoad, Transfer, keeping_casts, memory_of, predicted_times
+from soapjax.strategy.layout import Spec
 from soapjax.strategy.pipeline import Pipeline, ScheduleName, Stage
 from soapjax.strategy.plan import StrategyFigures
 from soapjax.strategy.schedules import SCHEDULES
@@ -44,17 +45,19 @@ class StageProblem:
 
     Args:
       expert: a baseline, of whose points of the grid the best is taken; None: of all, and of what is searched from there.
+      fixed: as for `StageLoads`; numbers of micro-batches whose samples it does not divide are left out.
     """
 
     def __init__(
         self, graph: OperatorGraph, topology: DeviceTopology, *, schedules: Sequence[ScheduleName] = SYNCHRONOUS,
         num_stages: int | None = None, num_microbatches: int | None = None, always_rematerialise: bool = False,
         profile: Profile | None = None, objective: Objective = TIME, keeps_front: bool = False,
-        expert: str | None = None,
+        expert: str | None = None, fixed: Mapping[str, Spec] | None = None,
     ):  # fmt: skip
         self.objective, self.expert = objective, expert
         self.front = Front(topology.device.usable_memory_bytes, dataclasses.astuple) if keeps_front else None
-        self.exact = StageLoads(graph, topology, profile, sums_once=all(SCHEDULES[s].is_synchronous for s in schedules))
+        sums_once = all(SCHEDULES[s].is_synchronous for s in schedules)
+        self.exact = StageLoads(graph, topology, profile, sums_once=sums_once, fixed=fixed)
         self.forward = self.exact.forward
         self.crossing_bytes = prefix_crossing(graph, self.forward)
         self.loads = CondensedLoads(self.exact, self.crossing_bytes)
@@ -65,7 +68,7 @@ class StageProblem:
             micro_batch(graph, num_microbatches)  # refuses what does not divide
         self.most_microbatches = sample_divisor(graph)  # one sample each
         every = [n for n in range(2, min(self.most_microbatches, MAX_MICROBATCHES) + 1) if self.most_microbatches % n == 0] or [1]
-        self.microbatches = [num_microbatches] if num_microbatches is not None else every
+        self.microbatches = self._divided_as_fixed([num_microbatches] if num_microbatches is not None else every)
         self.in_loops = inside_loops(graph, self.exact.position)
         again = inside_recomputed(graph, self.exact.position) - self.in_loops
         has_others = len(self.forward) + 1 - len(self.in_loops | again) > max(num_stages or 0, 2)
@@ -78,6 +81,16 @@ class StageProblem:
         self._transfers: dict[tuple, list[Transfer]] = {}
         self._priced: dict[Choice, Priced] = {}
         self._looked_at: tuple[Choice, list[StageLoad]] | None = None  # the last choice: memory, estimate and price ask in turn
+
+    def _divided_as_fixed(self, numbers: Sequence[int]) -> list[int]:
+        """Numbers of micro-batches whose samples what the user fixed divides.
+
+        Raises: SoapjaxError where there is none.
+        """
+        found = [num for num in numbers if self.exact.fits_as_fixed(num)]
+        if not found:
+            self.exact.require_fixed(numbers[0])
+        return found
 
     def _numbers_of_stages(self, given: int | None) -> list[int]:
         most = len(self.forward) - len(self.in_loops)
