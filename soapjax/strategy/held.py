@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soapjax.strategy.pipeline import Pipeline, ScheduleName, Stage
+from soapjax.strategy.pipeline import OrderShape, Pipeline
 from soapjax.strategy.schedules import actions, groups_of, kind_of, splits_backward
 
 STEADY_ROUNDS = 4  # of as many micro-batches as there are groups of devices
@@ -48,27 +48,17 @@ def held_by(pipeline: Pipeline) -> tuple[Held, ...]:
     return tuple(found)
 
 
-class _Shape(NamedTuple):
-    """What the order of actions depends on."""
-
-    schedule: ScheduleName
-    num_microbatches: int
-    order: tuple[tuple[str, ...], ...]
-    stages: tuple[tuple[tuple[int, ...], int, bool], ...]  # devices, replicas, and whether it computes again
-
-
-def _shape(pipeline: Pipeline) -> _Shape:
-    stages = tuple((s.devices, s.replicas, s.rematerialise) for s in pipeline.stages)
+def _shape(pipeline: Pipeline) -> OrderShape:
+    """With no more micro-batches than tell what is held."""
     most = len(groups_of(pipeline)) * STEADY_ROUNDS if kind_of(pipeline).is_steady else pipeline.num_microbatches
-    return _Shape(pipeline.schedule, min(pipeline.num_microbatches, most), pipeline.order, stages)
+    return OrderShape.of(pipeline)._replace(num_microbatches=min(pipeline.num_microbatches, most))
 
 
 @functools.lru_cache(maxsize=1024)  # searches ask for the same few again and again, of thousands of actions each
-def _held(shape: _Shape) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...]:
+def _held(shape: OrderShape) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...]:
     """Of the actions of every group which of its stages works [W], which of the fields of `Held` count its micro-batch, 0 or 1
     [W, 3], and what all stages hold meanwhile, this one counted [W, S, 3]; every combination once."""
-    stages = tuple(Stage.model_construct(operators=(), devices=d, replicas=r, rematerialise=a) for d, r, a in shape.stages)
-    pipeline = Pipeline.model_construct(**shape._asdict() | {"stages": stages})
+    pipeline = shape.pipeline()
     last = "weights" if splits_backward(pipeline) else "backward"
     # By the fields of `Held` from which action on, and until which, a micro-batch counts; and what else is done with it meanwhile.
     put_off = ("backward" if last == "weights" else "", last)

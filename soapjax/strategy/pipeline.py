@@ -49,3 +49,22 @@ class Action(NamedTuple):
     kind: ActionKind
     stage: int
     microbatch: int  # 0 of an update; in pipedream the minibatch that it follows
+
+
+class OrderShape(NamedTuple):
+    """What the order of a pipeline's actions depends on; to be a key, as a `Pipeline`, which names all operators, should not be."""
+
+    schedule: ScheduleName
+    num_microbatches: int
+    order: tuple[tuple[str, ...], ...]
+    stages: tuple[tuple[tuple[int, ...], int, bool], ...]  # devices, replicas, and whether it computes again
+
+    @classmethod
+    def of(cls, pipeline: Pipeline) -> OrderShape:
+        stages = tuple((s.devices, s.replicas, s.rematerialise) for s in pipeline.stages)
+        return cls(pipeline.schedule, pipeline.num_microbatches, pipeline.order, stages)
+
+    def pipeline(self) -> Pipeline:
+        """One of this shape, whose stages have no operators."""
+        stages = tuple(Stage.model_construct(operators=(), devices=d, replicas=r, rematerialise=a) for d, r, a in self.stages)
+        return Pipeline.model_construct(**self._asdict() | {"stages": stages})

@@ -6,7 +6,8 @@ from problems import case
 
 from soapjax.simulate.critical_tasks import critical_path, pipeline_path
 from soapjax.simulate.event import simulate
-from soapjax.simulate.pipeline_timeline import StageLoad, Transfer, simulate_pipeline
+from soapjax.simulate.pipeline_tasks import StageLoad, Transfer
+from soapjax.simulate.pipeline_timeline import simulate_pipeline
 from soapjax.simulate.simulator import occupied_by
 from soapjax.strategy.pipeline import Pipeline, Stage
 

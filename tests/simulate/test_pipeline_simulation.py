@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soapjax.simulate.pipeline_timeline import StageLoad, Transfer, memory_of, predicted_times, simulate_pipeline
+from soapjax.simulate import pipeline_tasks
+from soapjax.simulate.pipeline_tasks import StageLoad, Transfer
+from soapjax.simulate.pipeline_timeline import memory_of, predicted_times, simulate_pipeline
 from soapjax.strategy.pipeline import Pipeline, Stage
 from soapjax.strategy.schedules import actions, groups_of, needs
 
@@ -234,3 +236,25 @@ def test_what_is_sent_once_is_waited_for():
     plain = simulate_pipeline(p, loads, [Transfer(0, 1, 0, 0.0, 0.0)])
     late = simulate_pipeline(p, loads, [Transfer(0, 1, 0, 0.0, 0.0, parameters_s=5.0, sums_s=7.0)])
     assert late.step_time_s == pytest.approx(plain.step_time_s + (5.0 - 1.0) + (7.0 - 1.0))
+
+
+def test_what_an_earlier_pipeline_of_the_same_shape_took_leaves_no_trace():
+    """Tasks are kept by their shape: loads, casts, and which transfers there are, are read anew."""
+    p = pipeline("1f1b", 3, 4)
+    casting = p.model_copy(update={"stages": tuple(s.model_copy(update={"keeps_casts": True}) for s in p.stages)})
+    loads = [StageLoad(1.0, 2.0, 0.5, casts_s=0.25)] * 3
+    cases = [
+        (p, loads, [Transfer(0, 1, 0, 0.5, 0.5), Transfer(1, 2, 0, 0.5, 0.5)]),
+        (p, [StageLoad(2.0, 1.0, 0.5)] * 3, [Transfer(0, 1, 0, 0.5, 0.0), Transfer(1, 2, 0, 0.0, 0.5)]),
+        (casting, loads, [Transfer(0, 1, 0, 0.5, 0.5, parameters_s=3.0), Transfer(1, 2, 0, 0.5, 0.5, sums_s=2.0)]),
+        (pipeline("1f1b", 3, 4, remat=[1]), loads, [Transfer(0, 1, 1, 0.5, 0.5), Transfer(0, 2, 0, 0.5, 0.5)]),
+    ]
+
+    def first(case):
+        pipeline_tasks._expanded.cache_clear()
+        return simulate_pipeline(*case)
+
+    alone = [first(case) for case in cases]
+    for _ in range(2):
+        assert [simulate_pipeline(*case) for case in cases] == alone
+    assert len({found.step_time_s for found in alone}) == len(cases)

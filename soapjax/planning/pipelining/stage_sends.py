@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from soapjax.costs.rules.links import COLLECTIVES, TRANSFER
 from soapjax.search.stages.stage_loads import CrossingBytes
-from soapjax.simulate.pipeline_timeline import StageLoad
+from soapjax.simulate.pipeline_tasks import StageLoad
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import SentPart
 from soapjax.strategy.schedules import groups_of, kind_of, recomputes_apart, splits_backward

@@ -14,7 +14,7 @@ from soapjax.graph.condensing import MOST_KEPT, Condensed, condense
 from soapjax.graph.operators import OperatorGraph
 from soapjax.search.stages.stage_figures import Figures, Inside
 from soapjax.search.stages.stage_loads import CrossingBytes, StageLoads, sums_of
-from soapjax.simulate.pipeline_timeline import StageLoad
+from soapjax.simulate.pipeline_tasks import StageLoad
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.space import SearchSpace

@@ -28,7 +28,7 @@ from soapjax.search.stages.choices import Choice
 from soapjax.search.stages.gpipe import balanced_partition
 from soapjax.search.stages.stage_figures import STORED, expert_of, level_between
 from soapjax.search.stages.stage_problem import StageProblem
-from soapjax.simulate.pipeline_timeline import StageLoad
+from soapjax.simulate.pipeline_tasks import StageLoad
 from soapjax.strategy.pipeline import ScheduleName
 
 MOST_CHUNKS = 4  # stages of one group of devices in an interleaved schedule

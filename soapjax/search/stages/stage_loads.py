@@ -27,7 +27,7 @@ from soapjax.graph.passes.phases import BACKWARD, PHASE_NAMES, UPDATE
 from soapjax.search.stages.ownership import Ownership
 from soapjax.search.stages.stage_figures import Fabric, Figures, Inside, level_between, part_of
 from soapjax.search.stages.stage_part import StagePart
-from soapjax.simulate.pipeline_timeline import StageLoad, Transfer
+from soapjax.simulate.pipeline_tasks import StageLoad, Transfer
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import SentPart

@@ -13,7 +13,7 @@ from soapjax.graph.lifespans import kept_between_passes, kept_for_result
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.search.stages.ownership import Ownership
 from soapjax.search.stages.stage_figures import Figures
-from soapjax.simulate.pipeline_timeline import StageLoad
+from soapjax.simulate.pipeline_tasks import StageLoad
 from soapjax.simulate.schedule import RESHARD
 
 

@@ -27,7 +27,8 @@ from soapjax.search.stages.condensed_loads import CondensedLoads
 from soapjax.search.stages.stacks import Stacks, reaches
 from soapjax.search.stages.stage_figures import part_of
 from soapjax.search.stages.stage_loads import CrossingBytes, StageLoads, stage_of_operators, transfers_of
-from soapjax.simulate.pipeline_timeline import StageLoad, Transfer, keeping_casts, memory_of, predicted_times
+from soapjax.simulate.pipeline_tasks import StageLoad, Transfer
+from soapjax.simulate.pipeline_timeline import keeping_casts, memory_of, predicted_times
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.pipeline import Pipeline, ScheduleName, Stage
 from soapjax.strategy.plan import StrategyFigures
