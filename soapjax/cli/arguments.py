@@ -73,6 +73,10 @@ class PlanCommand:
     """An axis over which the step's own collectives go, as of jax.pmap: its one member is the whole batch. Repeat for more."""
     strip_constraints: bool = False
     """Leave the step's own sharding constraints out."""
+    fix: tyro.conf.UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
+    """A layout that the plan must keep, path=spec as plan files have them: state.params.head.kernel="-, d1+d2". Repeat for more."""
+    axis_rule: tyro.conf.UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
+    """Mesh axes of a logical name in Flax's partitioning metadata, name=axes: mlp=d1+d2, or embed= for none. Repeat for more."""
     profile: str | None = None
     """Cost with measurements: a file of `soapjax profile`, or "auto": all in the cache that fit."""
     simplicity: float = 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Group
@@ -30,7 +31,7 @@ from soapjax.topology import DeviceTopology, load_topology
 
 def plan_problems(command: PlanCommand) -> list[Problem]:
     """Which options of `soapjax plan` do not go together."""
-    return _pipeline_problems(command) + _check_problems(command) + _objective(command)[1]
+    return _pipeline_problems(command) + _check_problems(command) + _objective(command)[1] + _layouts(command)[2]
 
 
 def plan_command(command: PlanCommand, progress: Progress = None) -> Result:
@@ -39,7 +40,11 @@ def plan_command(command: PlanCommand, progress: Progress = None) -> Result:
     model = abstract_model(model_source(command.model, command.set))
     alike = {name: value for name, value in vars(command).items() if hasattr(PlanRequest, name)}
     numbers = {name: n if (n := getattr(command, name)) == "auto" else int(n) for name in ("microbatches", "stages")}
-    meant = dict(topology=topology, objective=_objective(command)[0], devices=_devices_to_compile_for(command, topology), **numbers)
+    fixed, rules, _ = _layouts(command)
+    meant = dict(
+        topology=topology, objective=_objective(command)[0], devices=_devices_to_compile_for(command, topology),
+        fixed=fixed or None, logical_axis_rules=rules or None, **numbers,
+    )  # fmt: skip
     request = PlanRequest(**alike | meant | {"model": model.source, "progress": progress})
     begin = time.monotonic()
     with closing(progress):
@@ -52,6 +57,21 @@ def _devices_to_compile_for(command: PlanCommand, topology: DeviceTopology) -> l
     if command.check == "none":
         return None
     return devices_of_backend(topology) if command.target is None else devices_of_target(topology, command.target)
+
+
+def _layouts(command: PlanCommand) -> tuple[dict[str, str], tuple[tuple[str, tuple[str, ...]], ...], list[Problem]]:
+    """What is fixed by path, logical axis rules, and what of either is no pair."""
+    problems = []
+
+    def pairs(flag: str, given: Sequence[str], example: str) -> list[tuple[str, str]]:
+        found = [tuple(x.strip() for x in text.partition("=")) for text in given]
+        for text, (name, is_pair, _) in zip(given, found, strict=True):
+            if not (name and is_pair):
+                problems.append(Problem(flag, repr(text), "a name, =, and axes", f"write e.g. {flag} {example}"))
+        return [(name, axes) for name, _, axes in found]
+
+    fixed, rules = pairs("--fix", command.fix, "batch.x=d0"), pairs("--axis-rule", command.axis_rule, "mlp=d0")
+    return dict(fixed), tuple((name, tuple(a.strip() for a in axes.split("+") if a.strip())) for name, axes in rules), problems
 
 
 def _check_problems(command: PlanCommand) -> list[Problem]:

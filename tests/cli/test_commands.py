@@ -46,6 +46,17 @@ def test_a_machine_by_node():
     assert call("simulate", "plan.json", "--topology", "4xdgx_a100").status == 2
 
 
+@pytest.mark.parametrize("more", [(), ("--microbatches", 2)], ids=["one program", "micro-batches"])
+def test_layouts_are_fixed_on_the_command_line(more):
+    argv = ("plan", "models.mlp", "--topology", "cpu8", "--planner", "fsdp", "-o", "plan.json", *TINY, "--set", "batch=16")
+    fixed = {"state.params.dense0.kernel": "-, d0", "batch.features": "d1, -"}
+    planned = done(*argv, *more, *(x for path, spec in fixed.items() for x in ("--fix", f"{path}={spec}")))
+    assert Plan.load("plan.json").fixed == fixed
+    assert done("simulate", "plan.json", *step_of())["plan_sha256"] == planned["plan_sha256"]
+    said = call(*argv, *more, "--fix", "batch", "--axis-rule", "=d0").err
+    assert "--fix: got 'batch'" in said and "--axis-rule: got '=d0'" in said
+
+
 def test_limits_that_nothing_meets_end_with_status_3_and_the_least_violating_plan():
     argv = ("plan", "models.mlp", "--topology", "cpu8", "--planner", "fsdp", "--objective", "mdpe", "-o", "plan.json", *TINY)
     ended = call(*argv, "--max-bytes", "1B", "--max-memory", "10B", "--pareto", "--json")

@@ -93,6 +93,8 @@ def test_what_a_pipeline_cannot_keep_is_refused():
             planned({"p.last": P()}, microbatches=2, **how)
     with pytest.raises(SoapjaxError, match="layout of p.layers: got its first dim split over d0; expected layers that are whole"):
         planned({"p.layers": P("d0")}, args=arguments(layers=4), microbatches=2)
+    with pytest.raises(SoapjaxError, match="8 micro-batches on 8 devices, fsdp in every stage, layouts fixed on all of them"):
+        planned({"p.last": P("d0")}, microbatches=8, planner="fsdp")  # of four samples each
 
 
 def test_blocks_that_are_fixed_otherwise_are_no_equals():
