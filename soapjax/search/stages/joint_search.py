@@ -262,7 +262,7 @@ def _impossible(problem: StageProblem) -> Problem:
     stages, batches = (" or ".join(map(str, x[:8])) for x in (problem.stages, problem.microbatches))
     value = f"{stages} stages and {batches} micro-batches on {problem.topology.num_devices} devices"
     value += f", {problem.expert} in every stage" if problem.expert is not None else ""
-    value += ", layouts fixed on all of them" if problem.exact.fixed else ""
+    value += ", layouts fixed on all of them" if problem.exact.names_axes else ""
     remedy = "ask for another number of stages or micro-batches, or for more devices"
     return Problem("pipeline", value, f"what {' or '.join(problem.schedules)} can run", remedy)
 

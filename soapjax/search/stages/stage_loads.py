@@ -96,6 +96,7 @@ class StageLoads:
         micro_batch(graph, 1)  # refuses what cannot be a pipeline
         self.whole, self.topology, self.profile = graph, linked(topology, profile), without_links(profile)
         self.sums_once, self.fixed = sums_once, dict(fixed or {})
+        self.names_axes = any(names for spec in self.fixed.values() for names in spec)  # of the mesh of all devices
         self.forward = forward_operators(graph)
         self.position = positions(graph, self.forward)
         self.lives = lifetimes(graph)  # as those of its micro-batches
@@ -134,7 +135,8 @@ class StageLoads:
         if (links, num) not in self._fabrics:
             has_sums = self.sums_once and num > 1
             # A formula asks for fewer devices, too, which lack axes that layouts are said by, and for single samples.
-            fixed = self.fixed if count == self.topology.num_devices and self.fits_as_fixed(num) else {}
+            is_meant = count == self.topology.num_devices or not self.names_axes
+            fixed = self.fixed if is_meant and self.fits_as_fixed(num) else {}
             fabric = Fabric(self.graph(num), part, self.profile, has_passes=num > 1, has_sums=has_sums, fixed=fixed)
             self._fabrics[links, num] = fabric, Ownership(fabric.tables, fabric.schedule, self.lives)
         return self._fabrics[links, num]

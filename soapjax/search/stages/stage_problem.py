@@ -312,9 +312,9 @@ class StageProblem:
     def has_units(self, counts: Sequence[int]) -> bool:
         """Whether groups of so many devices, one after the other, are whole units: meshes then have the links that they seem to.
 
-        Where the user fixed layouts, by axes of the mesh of all devices, one group has all of these.
+        Where layouts are fixed by axes of the mesh of all devices, one group has all of these.
         """
-        if self.exact.fixed and tuple(counts) != (self.topology.num_devices,):
+        if self.exact.names_axes and tuple(counts) != (self.topology.num_devices,):
             return False
         return all(_is_regular(self.topology, first, count) for first, count in zip(firsts_of(counts), counts, strict=True))
 
