@@ -54,7 +54,7 @@ class SoapShard:
         functools.update_wrapper(self, fn)
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)  # a functools.partial has none
         self._fn, self._of_jit = fn, of_jit
-        self._calling = Calling(fn, static_argnums=request.static_argnums, **of_jit)
+        self._calling = Calling(fn, static_argnums=listed(request.static_argnums), **of_jit)
         self._maker = Maker(self.__name__, request, plan)
         self._by_shapes: dict[Any, tuple[Plan | None, CompiledStep | StreamStep]] = {}
         self._agreed: set[CompiledStep | StreamStep] = set()  # by all processes, where there are several
@@ -117,9 +117,9 @@ class SoapShard:
         store = getattr(instance, "__dict__", None)
         key = f"_soap_shard_{self.__name__}"
         found = self._methods.get(id(instance), (None, None))[1] if store is None else store.get(key)
-        if found is None or found._fn.__func__ is not self._fn:
+        if found is None or getattr(found._fn, "__func__", None) is not self._fn:
             constants, given_away = (
-                None if n is None else tuple(i - 1 if i > 0 else i for i in n if i != 0)
+                None if n is None else tuple(i - 1 if i > 0 else i for i in listed(n) if i != 0)
                 for n in (self._maker.request.static_argnums, self._of_jit["donate_argnums"])
             )
             found = self._like(types.MethodType(self._fn, instance), constants, donate_argnums=given_away)
@@ -345,7 +345,8 @@ def soap_shard(
         beside += [Problem(name, "given beside a plan", "one of them", BESIDE_A_PLAN[name]) for name in asked]
     of_jit = dict(static_argnames=static_argnames, donate_argnums=donate_argnums, donate_argnames=donate_argnames)
     check_options({**request.values(), "plan": plan, **of_jit}, also=beside if fn is None else [*check_step(fn), *beside])
-    given = {k: None if v is None else listed(v) for k, v in of_jit.items()} | {"static_argnames": listed(static_argnames)}
+    given: dict[str, Any] = {k: None if v is None else listed(v) for k, v in of_jit.items()}
+    given["static_argnames"] = listed(static_argnames)
     request = request.but(static_argnums=listed(static_argnums), axis_name=listed(request.axis_name))
-    made = functools.partial(SoapShard, request=request, plan=plan, **given)
+    made: Callable[..., Any] = functools.partial(SoapShard, request=request, plan=plan, **given)
     return made if fn is None else made(fn)

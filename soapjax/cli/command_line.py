@@ -14,6 +14,7 @@ import math
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import rich.progress
@@ -75,7 +76,7 @@ def _run(argv: list[str] | None) -> int:
     try:
         # What the user's own modules print must not reach --json's standard output.
         with contextlib.redirect_stdout(sys.stderr):
-            progress = interrupts.checked(_progress(command))
+            progress = interrupts.Checked(_progress(command))
             try:
                 result, text, status = commands.run(command, progress)
             finally:
@@ -121,37 +122,34 @@ def _without_nan(value: Any) -> Any:
 
 
 def _progress(command: Any) -> Any:
-    """A bar with the best step time so far, on a terminal only: returns (update function, closing function)."""
+    """A bar with the best step time so far, or the operator that is measured, on a terminal only."""
     if not (isinstance(command, PlanCommand | ProfileCommand) and sys.stderr.isatty()):
         return None
     if isinstance(command, ProfileCommand):
-        return _measuring()
-    bar = _bar("searching")
-    task = bar.add_task("search", total=command.seconds or command.proposals or None, words="")
-    bar.start()
+        return _Bar("measuring", None, lambda done, total, elapsed_s, label: (done, total, f"{done} of {total}, {label}"))
+    total = command.seconds or command.proposals or None
 
-    def update(done: int, best_s: float, elapsed_s: float) -> None:
-        bar.update(task, completed=elapsed_s if command.seconds else done, words=f"{done} proposals, best {best_s * 1e3:.4g} ms")
+    def told(done: int, best_s: float, elapsed_s: float) -> tuple[float, float | None, str]:
+        return elapsed_s if command.seconds else done, total, f"{done} proposals, best {best_s * 1e3:.4g} ms"
 
-    update.stop = bar.stop
-    return update
+    return _Bar("searching", total, told)
 
 
-def _bar(doing: str) -> rich.progress.Progress:
-    return rich.progress.Progress(
-        rich.progress.TextColumn(doing), rich.progress.BarColumn(), rich.progress.TextColumn("{task.fields[words]}"),
-        rich.progress.TimeElapsedColumn(), console=terminal.console(sys.stderr, soft_wrap=True), transient=True,
-    )  # fmt: skip
+class _Bar:
+    """Is called as a search or a profile tells how far it is, of which `told` makes (completed, total, words)."""
 
+    def __init__(self, doing: str, total: float | None, told: Callable[..., tuple[float, float | None, str]]):
+        self._told = told
+        self._bar = rich.progress.Progress(
+            rich.progress.TextColumn(doing), rich.progress.BarColumn(), rich.progress.TextColumn("{task.fields[words]}"),
+            rich.progress.TimeElapsedColumn(), console=terminal.console(sys.stderr, soft_wrap=True), transient=True,
+        )  # fmt: skip
+        self._task = self._bar.add_task(doing, total=total, words="")
+        self._bar.start()
 
-def _measuring() -> Any:
-    """A bar with the operator that is measured."""
-    bar = _bar("measuring")
-    task = bar.add_task("profile", total=None, words="")
-    bar.start()
+    def __call__(self, *of: Any) -> None:
+        completed, total, words = self._told(*of)
+        self._bar.update(self._task, completed=completed, total=total, words=words)
 
-    def update(done: int, total: int, elapsed_s: float, label: str) -> None:
-        bar.update(task, completed=done, total=total, words=f"{done} of {total}, {label}")
-
-    update.stop = bar.stop
-    return update
+    def stop(self) -> None:
+        self._bar.stop()

@@ -28,7 +28,8 @@ Progress = Callable[[int, float, float], None] | None
 def wanted_topology(command: PlanCommand | ProfileCommand) -> DeviceTopology:
     """`--topology`, of `--hosts` nodes."""
     text = command.hosts
-    return load_topology(command.topology, hosts=int(text) if text is not None and re.fullmatch("[0-9]{1,9}", text) else text)
+    hosts: Any = int(text) if text is not None and re.fullmatch("[0-9]{1,9}", text) else text  # what is no number is refused there
+    return load_topology(command.topology, hosts=hosts)
 
 
 def opened(plan: Plan, path: str, source: ModelSource, topology: str | None) -> tuple[plan_files.Opened, Model, TracedStep]:

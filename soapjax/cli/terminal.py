@@ -46,7 +46,7 @@ class _Encodable(io.TextIOBase):
         self._stream = stream
 
     @property
-    def encoding(self) -> str:
+    def encoding(self) -> str:  # type: ignore[override]  # read-only
         found = getattr(self._stream, "encoding", None) or "utf-8"
         # Python takes the C locale for UTF-8 (PEP 538, 540), which a terminal of that locale need not know.
         is_c = os.environ.get("LC_ALL") in ("C", "POSIX") and not {"PYTHONIOENCODING", "PYTHONUTF8"} & os.environ.keys()
@@ -96,7 +96,7 @@ class _Console(rich.console.Console):
 
 def console(stream: TextIO | None = None, **options: Any) -> rich.console.Console:
     """A console on standard output, or on another stream."""
-    file = _Encodable(sys.stdout if stream is None else stream)
+    file: Any = _Encodable(sys.stdout if stream is None else stream)
     made = _Console(file=file, markup=False, emoji=False, highlight=False, **options)
     made.push_render_hook(_Hook())
     return made

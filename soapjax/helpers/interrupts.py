@@ -22,7 +22,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -166,13 +166,17 @@ def check() -> None:
         raise KeyboardInterrupt
 
 
-def checked(progress: Callable[..., None] | None) -> Callable[..., None]:
+class Checked:
     """`progress`, which a search calls again and again, and before it a look at what may have been lost."""
 
-    def update(*of: Any) -> None:
-        check()
-        if progress is not None:
-            progress(*of)
+    def __init__(self, progress: Any):
+        self._progress = progress
 
-    update.stop = getattr(progress, "stop", lambda: None)
-    return update
+    def __call__(self, *of: Any) -> None:
+        check()
+        if self._progress is not None:
+            self._progress(*of)
+
+    def stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()

@@ -116,7 +116,7 @@ class Objective:
             excess += np.where(over, weight * np.maximum(load / limit - 1, 0.0) + _LEAST_EXCESS, 0.0)
             is_met &= ~over
         fits = (scores.memory_bytes <= usable_bytes) & ~(scores.violations > 0)
-        return Standing(self.cost(scores, usable_bytes), fits & is_met, np.where(fits, excess, np.inf))
+        return Standing(np.asarray(self.cost(scores, usable_bytes)), np.asarray(fits & is_met), np.where(fits, excess, np.inf))
 
     def _limited(self, scores: Scores) -> list[tuple[Any, float, float]]:
         """(load [B], limit, weight) of what is limited."""

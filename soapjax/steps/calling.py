@@ -131,7 +131,7 @@ class Calling:
             return fn(*args[:first], **dict(zip(names, args[first:], strict=True)))
 
         named = [*(self.named[i] if i < len(self.named) else f"arg{i}" for i in range(first)), *names]
-        by_position.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in named])
+        by_position.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in named])  # type: ignore[attr-defined]
         return by_position
 
     def given_away(self, form: CallForm, count: int) -> tuple[int, ...] | None:

@@ -32,9 +32,6 @@ class Flops(NamedTuple):
     by_shape: float
     met: float
 
-    def __add__(self, other: Flops) -> Flops:
-        return Flops(self.by_shape + other.by_shape, self.met + other.met)
-
     def agrees(self, other: Flops) -> bool:
         return any(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(self, other, strict=True))
 
@@ -181,7 +178,8 @@ def check_ops(program: BoundStep, text: str, tasks: Iterable[int] | None = None)
 
 
 def _sum(found: Iterable[Flops]) -> Flops:
-    return sum(found, Flops(0, 0))
+    by_shape, met = map(sum, zip((0.0, 0.0), *found, strict=True))
+    return Flops(by_shape, met)
 
 
 def _are_copies(wanted: Flops, found: Sequence[Flops], trip_count: int) -> bool:

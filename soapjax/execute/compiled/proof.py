@@ -174,7 +174,7 @@ def gradient_ids(step: TracedStep, binding: Binding) -> tuple[int, ...]:
     """
     level = [o for eqn in step.program.eqns for o in eqn.outputs]
     at = {binding.values.of(o).root: o for o in reversed(level)}
-    updated = {p.leaf: step.program.outputs[step.state_pairs[p.leaf]] for p in binding.phases.parameters}
+    updated: dict[int, Any] = {p.leaf: step.program.outputs[step.state_pairs[p.leaf]] for p in binding.phases.parameters}
     return tuple(at.get(p.gradient, updated[p.leaf]) for p in binding.phases.parameters)
 
 

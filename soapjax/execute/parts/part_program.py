@@ -60,7 +60,7 @@ class Place:
         # Also on one device where the plan pins: the marks of its operators are how they are found again.
         if bound.plan.pinned:
             return PlannedEvaluator(bound, is_float64=self.is_float64, keeps_sums=False)
-        evaluator = bound.evaluator(is_float64=self.is_float64, keeps_sums=False)
+        evaluator: Any = bound.evaluator(is_float64=self.is_float64, keeps_sums=False)  # with sums, where any are deferred
         for value, deferred in self.deferred.items():
             evaluator.sums.defer(value, deferred)
         return evaluator

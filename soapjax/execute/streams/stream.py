@@ -32,7 +32,7 @@ Name = Hashable
 class Dispatch(NamedTuple):
     label: str
     track: str  # where it runs: what a timeline shows in one row
-    fn: Callable[..., Sequence[Any]]
+    fn: Any  # a program of `jax.jit`, of a transfer a function
     ins: list[int]
     outs: list[int]
     free: list[int]  # slots that nothing reads afterwards

@@ -96,7 +96,7 @@ class _Steps:
     def _is_same(self, a: Atom, b: Atom) -> bool:
         """Whether a literal or a constant is the same in both programs; other values are told by their scaling."""
         if isinstance(a, int):
-            return a not in self.small.consts or np.array_equal(self.small.consts[a], self.large.consts[b])
+            return a not in self.small.consts or (isinstance(b, int) and np.array_equal(self.small.consts[a], self.large.consts[b]))
         return np.array_equal(a.val, getattr(b, "val", None))
 
     def _is_linear(self, eqn: FlatEqn, mine: list[int]) -> bool:

@@ -33,7 +33,8 @@ class Engine:
     """The walking programs on one problem, and the cost that others are relative to. Programs depend on neither."""
 
     def __init__(self, problem: PlanningProblem, reference_s: float = 1.0):
-        self.problem, self.reference_s = problem, np.float32(reference_s)
+        self.problem = problem
+        self.reference_s: Any = np.float32(reference_s)
         self.tables, self.sizes = tables_of(problem)
         self.steps = block_size(problem)
         b = self.sizes.bucket

@@ -15,7 +15,7 @@ scored infinite, and so refused. Moves of one operator are drawn in blocks (mcmc
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +34,8 @@ LARGEST_AXIS = 7  # axes have prime sizes
 
 
 class State(NamedTuple):
-    axes: Array  # int8 [N, A]
-    storage: Array  # int8 [N]
+    axes: Any  # int8 [N, A]: NumPy's on the host, JAX's inside a program
+    storage: Any  # int8 [N]
 
 
 def dim_flows(space: SearchSpace) -> tuple[np.ndarray, np.ndarray]:

@@ -26,7 +26,7 @@ batches. How the rest was read:
 from __future__ import annotations
 
 import functools
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -93,15 +93,15 @@ class AgentSizes(NamedTuple):
     def filled(self, features: Features, num_devices: int) -> Told:
         """Features in arrays of these sizes."""
 
-        def longer(x: np.ndarray, count: int) -> np.ndarray:
+        def longer(x: np.ndarray, count: int) -> Any:
             return np.pad(x, [(0, count - len(x)), *[(0, 0)] * (x.ndim - 1)])
 
-        n = self.operators
+        n, count = self.operators, cast(Array, np.int32(num_devices))
         is_there = longer(np.ones(len(features.word), bool), n)
         word, figures, size, seconds = (longer(x, n) for x in (features.word, features.figures, features.size, features.seconds))
         return Told(
             word=word, figures=figures, size=size, seconds=seconds, is_there=is_there, edges=longer(features.edges, self.edges),
-            num_devices=np.int32(num_devices),
+            num_devices=count,
         )  # fmt: skip
 
 
@@ -128,7 +128,7 @@ class Agent:
 
     def _first(self, key: Array, told: Told, fixed: Array) -> Learner:
         """`fixed` int32 [N] are groups by co-location: those of the operators, or what the partition network begins with."""
-        params = self.policy.init(key, told)
+        params: Any = self.policy.init(key, told)
         if not self.sizes.is_grouped:
             params = self._taught(params, told, fixed)
         return Learner(params, self.optimizer.init(params), jnp.float32(0), jnp.int32(0))
@@ -142,7 +142,7 @@ class Agent:
             partition, adam_state = state
 
             def loss(partition: dict) -> Array:
-                logits = self.policy.apply({"params": params["params"] | partition}, told, method="partition_logits")
+                logits = self._applied({"params": params["params"] | partition}, told, method="partition_logits")
                 return (optax.softmax_cross_entropy_with_integer_labels(logits, fixed) * weight).sum()
 
             updates, adam_state = adam.update(jax.grad(loss)(partition), adam_state)
@@ -151,12 +151,16 @@ class Agent:
         partition = jax.lax.scan(step, (partition, adam.init(partition)), length=TEACHING_STEPS)[0][0]
         return {"params": params["params"] | partition}
 
+    def _applied(self, params: Any, *of: Any, **options: Any) -> Any:
+        """What a method of the networks gives with these parameters."""
+        return self.policy.apply(params, *of, **options)
+
     def _groups(self, number: Array, told: Told) -> Groups:
         return groups_of(number, told, self.recipe.num_groups, self.policy.num_slots)
 
     def _group_log_p(self, params: dict, told: Told, key: Array, number: Array) -> Array:
         """Logarithms of the probabilities of groups int32 [M, N], with the dropout of that key."""
-        logits = self.policy.apply(params, told, True, method="partition_logits", rngs={"dropout": key})
+        logits = self._applied(params, told, True, method="partition_logits", rngs={"dropout": key})
         return jax.nn.log_softmax(logits)[jnp.arange(len(logits)), number]
 
     def _draw(self, key: Array, told: Told, fixed: Array, best: Array, learner: Learner) -> tuple[Draw, Array]:
@@ -170,7 +174,7 @@ class Agent:
         if self.sizes.is_grouped:
             number, log_group = jnp.broadcast_to(fixed, (recipe.partitions, n)), jnp.zeros((recipe.partitions, n))
         else:
-            logits = self.policy.apply(learner.params, told, method="partition_logits")
+            logits = self._applied(learner.params, told, method="partition_logits")
             logits += noise * jax.random.uniform(of_noise, logits.shape, minval=-1, maxval=1)
             number = jax.random.categorical(of_groups, logits, shape=(recipe.partitions, n)).astype(jnp.int32)
             log_group = self._group_log_p(learner.params, told, of_mask, number)
@@ -178,7 +182,7 @@ class Agent:
         given = device_of_groups(best, told, groups.slot, self.policy.num_slots, self.sizes.devices)
         is_given = jnp.arange(recipe.placements) < int(recipe.follows_best)
         drawing = (of_devices, told, groups, given, is_given, noise)
-        device, log_device = self.policy.apply(learner.params, *drawing, method="draw")
+        device, log_device = self._applied(learner.params, *drawing, method="draw")
         of_operator = jax.vmap(lambda d, slot: d[:, slot])(device, groups.slot)  # [M, P, N]
         return Draw(number, device, log_group, log_device, of_mask), of_operator.reshape(-1, n)
 
@@ -212,7 +216,7 @@ class Agent:
         self, params: dict, told: Told, draw: Draw, groups: Groups, device: Array, log_device: Array, advantage: Array
     ) -> Array:  # fmt: skip
         """Minus what is maximised, of placements [M, P, L] with advantages [M, P]."""
-        every = self.policy.apply(params, told, groups, device, method="log_probabilities")
+        every = self._applied(params, told, groups, device, method="log_probabilities")
         chosen = jnp.take_along_axis(every, device[..., None], axis=3)[..., 0]  # [M, P, L]
         is_used = jnp.arange(device.shape[2]) < groups.used[:, None, None]
         followed = self._followed(chosen, log_device, advantage[..., None] * is_used)
