@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from soapjax.errors import InfeasibleError, Problem, SoapjaxError
-from soapjax.execute.compiled.collectives import KINDS, collectives_of
+from soapjax.execute.compiled.collectives import bytes_by_kind, collectives_of
 from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.spmd.planned_evaluator import bind_plan
@@ -82,10 +82,9 @@ def _target(device: Any) -> str:
 def sent_bytes(made: CompiledStep) -> dict[str, int]:
     """What each device sends in one step, by collective; nothing where the program has collectives of an unknown kind."""
     try:
-        found = collectives_of(made.as_text(), made.program.mesh.size)
+        return bytes_by_kind(collectives_of(made.as_text(), made.program.mesh.size))
     except SoapjaxError:
         return {}
-    return {k: round(sum(c.step_bytes for c in found if c.kind == k)) for k in KINDS}
 
 
 def over_memory(plan: Plan, made: CompiledStep) -> Problem | None:

@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.compiled.instructions import Instruction, computations, shapes_of
 
 KINDS = ("reduce-scatter", "all-reduce", "all-to-all", "all-gather", "collective-permute")
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _CALLED = re.compile(r"(calls|to_apply|body|condition|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _MARK = re.compile(r"(?:^|/)sj(\d+)(?:/|$)")
 _GROUPED = re.compile(r"\b(replica_groups|source_target_pairs)=")
@@ -54,17 +53,15 @@ class Collective(NamedTuple):
         return self.sent_bytes * self.trips
 
 
-class _Instruction(NamedTuple):
-    name: str
-    result: str
-    opcode: str
-    operands: tuple[str, ...]
-    attributes: str
+def bytes_by_kind(found: Iterable[Collective]) -> dict[str, int]:
+    """What each device sends in one step."""
+    kinds = [(c.kind, c.step_bytes) for c in found]
+    return {k: round(sum(size for kind, size in kinds if kind == k)) for k in KINDS}
 
 
 def shape_bytes(text: str) -> int:
-    """Bytes of a shape or a tuple of shapes as HLO writes them; layouts and comments are passed over."""
-    return sum(item_bytes(t) * math.prod(int(n) for n in dims.split(",") if n) for t, dims in _SHAPE.findall(text))
+    """Bytes of a shape or a tuple of shapes as HLO writes them."""
+    return sum(item_bytes(dtype) * math.prod(dims) for dtype, dims in shapes_of(text))
 
 
 def item_bytes(dtype: str) -> int:
@@ -79,10 +76,10 @@ def collectives_of(text: str, num_devices: int) -> list[Collective]:
 
     Raises: SoapjaxError naming collectives of a kind, or in groups, unknown here, whose bytes would be missing or wrong.
     """
-    computations, entry = _computations(text)
-    counts = _call_counts(computations, entry)
+    by_name, entry = computations(text)
+    counts = _call_counts(by_name, entry)
     found, unknown = [], []
-    for name, instructions in computations.items():
+    for name, instructions in by_name.items():
         if not counts.get(name):
             continue
         shapes = {i.name: i.result for i in instructions}
@@ -110,7 +107,7 @@ def collectives_of(text: str, num_devices: int) -> list[Collective]:
     return found
 
 
-def _collective(kind: str, i: _Instruction, shapes: dict[str, str], num_devices: int, trips: int) -> Collective:
+def _collective(kind: str, i: Instruction, shapes: dict[str, str], num_devices: int, trips: int) -> Collective:
     local = sum(shape_bytes(shapes.get(o, "")) for o in i.operands)
     name = _OP_NAME.search(i.attributes)
     op_name = name.group(1) if name else ""
@@ -179,47 +176,7 @@ def _numbers(text: str | None) -> tuple[int, ...]:
     return tuple(int(x) for x in text.split(",") if x) if text else ()
 
 
-def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:
-    found: dict[str, list[_Instruction]] = {}
-    entry, current = "", None
-    for line in text.splitlines():
-        if line and not line[0].isspace():
-            header = _COMPUTATION.match(line)
-            if header:
-                current = found.setdefault(header.group(2), [])
-                entry = header.group(2) if header.group(1) else entry
-            continue
-        match = _INSTRUCTION.match(line)
-        if match is not None and current is not None:
-            current.append(_instruction(*match.groups()))
-    return found, entry
-
-
-def _instruction(name: str, rest: str) -> _Instruction:
-    result, rest = _cut_shape(rest)
-    opcode, _, rest = rest.partition("(")
-    depth, end = 1, 0
-    while end < len(rest) and depth:
-        depth += {"(": 1, ")": -1}.get(rest[end], 0)
-        end += 1
-    operands = tuple(re.findall(r"%([\w.\-]+)", rest[:end]))
-    return _Instruction(name, result, opcode.strip(), operands, rest[end:])
-
-
-def _cut_shape(rest: str) -> tuple[str, str]:
-    """Splits "(f32[2]{0}, s32[]) while(...)" behind the shape."""
-    if not rest.startswith("("):
-        shape, _, tail = rest.partition(" ")
-        return shape, tail
-    depth = 0
-    for k, c in enumerate(rest):
-        depth += {"(": 1, ")": -1}.get(c, 0)
-        if depth == 0:
-            return rest[: k + 1], rest[k + 2 :]
-    return rest, ""
-
-
-def _call_counts(computations: dict[str, list[_Instruction]], entry: str) -> dict[str, int]:
+def _call_counts(by_name: dict[str, list[Instruction]], entry: str) -> dict[str, int]:
     """How often each computation runs in one step; loops of unknown length count once."""
     counts: dict[str, int] = {}
     order: list[str] = []
@@ -227,11 +184,11 @@ def _call_counts(computations: dict[str, list[_Instruction]], entry: str) -> dic
 
     def callees(name: str) -> list[tuple[str, int]]:
         found = []
-        for i in computations.get(name, ()):
+        for i in by_name.get(name, ()):
             trips = _TRIPS.search(i.attributes)
             for role, called in _CALLED.findall(i.attributes):
                 times = int(trips.group(1)) if trips and role in ("body", "condition") else 1
-                found += [(c, times) for c in re.findall(r"[\w.\-]+", called.replace("%", "")) if c in computations]
+                found += [(c, times) for c in re.findall(r"[\w.\-]+", called.replace("%", "")) if c in by_name]
         return found
 
     def visit(name: str) -> None:

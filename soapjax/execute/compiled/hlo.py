@@ -10,15 +10,14 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from soapjax.execute.compiled.instructions import Instruction, computations, shapes_of
 from soapjax.execute.spmd.plan_layouts import axes_on, split_of
 from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.graph.rules.flops import conv_flops_by_shape, flops_of, window_pairs
 
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT\s+)?%?([\w.\-]+) = (\S+) ([\w\-]+)\((.*)$")
-_SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
 _MARK = re.compile(r"/sj(\d+)/")
 
 
@@ -57,24 +56,22 @@ def heavy_instructions(text: str) -> list[Heavy]:
     """All dots and convolutions in HLO text, with local FLOPs (a multiply-add counts two)."""
     shapes: dict[str, tuple[int, ...]] = {}
     found = []
-    for line in text.splitlines():
-        match = _INSTRUCTION.match(line)
-        if match is None:
-            continue
-        name, result, opcode, rest = match.groups()
-        shape = _SHAPE.search(result)
-        dims = tuple(int(n) for n in shape.group(2).split(",") if n) if shape else ()
-        shapes[name] = dims
-        if opcode not in ("dot", "convolution"):
-            continue
-        operands = re.findall(r"%([\w.\-]+)", rest.split("),")[0])
-        mark = _MARK.search(rest)
-        flops = _dot_flops(dims, operands, shapes, rest) if opcode == "dot" else _conv_flops(dims, operands, shapes, rest)
-        found.append(Heavy("dot" if opcode == "dot" else "conv", int(mark.group(1)) if mark else -1, flops))
+    for _, i in _of_one_array(text):
+        shapes[i.name] = dims = next((dims for _, dims in shapes_of(i.result)), ())
+        if i.opcode in ("dot", "convolution"):
+            kind, flops_by_text = ("dot", _dot_flops) if i.opcode == "dot" else ("conv", _conv_flops)
+            mark = _MARK.search(i.attributes)
+            found.append(Heavy(kind, int(mark.group(1)) if mark else -1, flops_by_text(dims, i.operands, shapes, i.attributes)))
     return found
 
 
-def _dot_flops(out: tuple[int, ...], operands: list[str], shapes: dict, rest: str) -> Flops:
+def _of_one_array(text: str) -> Iterator[tuple[str, Instruction]]:
+    """The instructions that make one array, with their computations' names."""
+    for name, instructions in computations(text)[0].items():
+        yield from ((name, i) for i in instructions if " " not in i.result)
+
+
+def _dot_flops(out: tuple[int, ...], operands: Sequence[str], shapes: dict, rest: str) -> Flops:
     contracting = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", rest)
     dims = [int(d) for d in contracting.group(1).split(",") if d] if contracting else []
     lhs = shapes.get(operands[0], ())
@@ -82,7 +79,7 @@ def _dot_flops(out: tuple[int, ...], operands: list[str], shapes: dict, rest: st
     return Flops(flops, flops)
 
 
-def _conv_flops(out: tuple[int, ...], operands: list[str], shapes: dict, rest: str) -> Flops:
+def _conv_flops(out: tuple[int, ...], operands: Sequence[str], shapes: dict, rest: str) -> Flops:
     lhs_labels, rhs_labels, out_labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", rest).groups()
     groups = re.search(r"batch_group_count=(\d+)", rest)
     window = re.search(r"window=\{([^}]*)\}", rest)
@@ -222,29 +219,26 @@ def _of_all_pairs(wanted: Flops, groups: int, nameless: list[Flops]) -> Flops | 
 def namesakes(text: str) -> list[str]:
     """Instructions of one fusion that XLA's emitters take for one another (slicing.py), in words."""
     found = []
-    for computation in re.split(r"^(?=%|ENTRY)", text, flags=re.M):
-        if not computation.startswith("%fused"):
+    seen: dict[tuple[str, str], str] = {}
+    for computation, i in _of_one_array(text):
+        if not computation.startswith("fused"):
             continue
-        seen: dict[str, str] = {}
-        for match in filter(None, map(_INSTRUCTION.match, computation.splitlines())):
-            other = seen.setdefault(match.group(1).replace("-", "_"), match.group(1))
-            if other != match.group(1):
-                found.append(
-                    f"{other} and {match.group(1)} of one fusion have one name for XLA's emitters, which then read one of them "
-                    "twice: the program may compute wrong numbers"
-                )
+        other = seen.setdefault((computation, i.name.replace("-", "_")), i.name)
+        if other != i.name:
+            found.append(
+                f"{other} and {i.name} of one fusion have one name for XLA's emitters, which then read one of them "
+                "twice: the program may compute wrong numbers"
+            )
     return found
 
 
 def replicated_tasks(program: BoundStep, text: str) -> list[str]:
     """Operators that make a planned split result whole on every device: its full shape is there, its local one is not."""
     shapes: dict[int, set[tuple[int, ...]]] = {}
-    for line in text.splitlines():
-        match = _INSTRUCTION.match(line)
-        mark = _MARK.search(line) if match is not None else None
-        if mark is not None and match.group(3) not in ("dynamic-slice", "all-gather", "parameter", "get-tuple-element"):
-            found = shapes.setdefault(int(mark.group(1)), set())
-            found.update(_sorted_dims(dims) for _, dims in _SHAPE.findall(match.group(2)))
+    for _, i in _of_one_array(text):
+        mark = _MARK.search(i.attributes)
+        if mark is not None and i.opcode not in ("dynamic-slice", "all-gather", "parameter", "get-tuple-element"):
+            shapes.setdefault(int(mark.group(1)), set()).update(_sorted_dims(dims) for _, dims in shapes_of(i.result))
     graph, plan = program.graph, program.plan
     sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
     replicated = []
@@ -254,12 +248,12 @@ def replicated_tasks(program: BoundStep, text: str) -> list[str]:
             shape = graph.tensors[access.tensor].shape
             parts = [math.prod(sizes[a] for a in names) for names in split_of(plan, op, access.dims)]
             local = [n // p for n, p in zip(shape, parts, strict=True)]
-            whole, own = (_sorted_dims(",".join(map(str, x))) for x in (shape, local))
+            whole, own = map(_sorted_dims, (shape, local))
             if whole != own and k in shapes and whole in shapes[k] and own not in shapes[k]:
                 replicated.append(f"{op.name} (task {k}): {list(shape)} is whole on every device, planned {local}")
     return replicated
 
 
-def _sorted_dims(text: str) -> tuple[int, ...]:
+def _sorted_dims(dims: Iterable[int]) -> tuple[int, ...]:
     """The dims of a shape but those of one, in no order: the compiler transposes as it likes."""
-    return tuple(sorted(int(n) for n in text.split(",") if n and int(n) != 1))
+    return tuple(sorted(n for n in dims if n != 1))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from soapjax.execute.compiled.collectives import KINDS, Collective, collectives_of
+from soapjax.execute.compiled.collectives import Collective, bytes_by_kind, collectives_of
 from soapjax.execute.compiled.hlo import OpsCheck, check_ops, replicated_tasks
 from soapjax.execute.spmd.planned_evaluator import BoundStep
 
@@ -36,7 +36,7 @@ class Inspection(NamedTuple):
     @property
     def bytes_by_collective(self) -> dict[str, int]:
         """What each device sends in one step."""
-        return {k: round(sum(c.step_bytes for c in self.collectives if c.kind == k)) for k in KINDS}
+        return bytes_by_kind(self.collectives)
 
 
 def inspect(program: BoundStep) -> Inspection:

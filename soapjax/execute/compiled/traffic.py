@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from soapjax.execute.compiled.collectives import KINDS, Collective
+from soapjax.execute.compiled.collectives import KINDS, Collective, bytes_by_kind
 from soapjax.strategy.plan import Plan, SentPart
 
 _MARKS = re.compile(r"\bsj(\d+)\b")
@@ -76,7 +76,7 @@ def _shown(by_kind: dict[str, int]) -> str:
 
 def compare_by_kind(plan: Plan, collectives: Sequence[Collective]) -> dict[str, dict[str, int]]:
     """{kind: {"predicted": bytes, "compiled": bytes}} that each device sends in one step."""
-    compiled = {k: round(sum(c.step_bytes for c in collectives if c.kind == k)) for k in KINDS}
+    compiled = bytes_by_kind(collectives)
     return {k: {"predicted": plan.prediction.bytes_by_collective.get(k, 0), "compiled": compiled[k]} for k in KINDS}
 
 
@@ -109,7 +109,7 @@ def differences(plan: Plan, collectives: Sequence[Collective]) -> list[Differenc
     for group in {*predicted, *compiled}:
         parts, made = predicted.get(group, []), compiled.get(group, [])
         planned = {k: sum(p.bytes.get(k, 0) for p in parts) for k in KINDS}
-        measured = {k: round(sum(c.step_bytes for c in made if c.kind == k)) for k in KINDS}
+        measured = bytes_by_kind(made)
         if sum(abs(planned[k] - measured[k]) for k in KINDS) >= 0.01 * total:
             members = dict.fromkeys(p.operator for p in parts)
             shown = [
