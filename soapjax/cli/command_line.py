@@ -76,7 +76,7 @@ def _run(argv: list[str] | None) -> int:
     try:
         # What the user's own modules print must not reach --json's standard output.
         with contextlib.redirect_stdout(sys.stderr):
-            progress = interrupts.Checked(_progress(command))
+            progress = interrupts.Interruptible(_progress(command))
             try:
                 result, text, status = commands.run(command, progress)
             finally:

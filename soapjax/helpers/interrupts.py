@@ -166,7 +166,7 @@ def check() -> None:
         raise KeyboardInterrupt
 
 
-class Checked:
+class Interruptible:
     """`progress`, which a search calls again and again, and before it a look at what may have been lost."""
 
     def __init__(self, progress: Any):
