@@ -40,7 +40,7 @@ def sent_items(tables: CostTables, found: Layouts, strategy: Strategy) -> list[S
     """Everything that is sent under a strategy whose layouts (NumPy) are given."""
     links, items = tables.links, []
 
-    def add(task: int, tensor: int, reason: str, source, target, size: float, trips: float) -> None:
+    def add(task: int, tensor: int, reason: str, source, target, *, size: float, trips: float) -> None:
         shape = tables.tensor_shape[tensor].tolist() if tensor >= 0 else ()
         if reason == "halo":
             _, sent = halo_cost_plainly(source, float(size), links)
@@ -53,21 +53,23 @@ def sent_items(tables: CostTables, found: Layouts, strategy: Strategy) -> list[S
 
     for t in np.flatnonzero(tables.may_be_partial).tolist():
         raw, target = found.raw[t], found.resolved[t]
-        add(int(tables.tensor_birth[t]), t, "resolve", raw, target, tables.resolve_bytes[t], tables.tensor_trips[t])
+        size, trips = tables.resolve_bytes[t], tables.tensor_trips[t]
+        add(int(tables.tensor_birth[t]), t, "resolve", raw, target, size=size, trips=trips)
     gathers_again = tables.may_gather_again
     for e in np.flatnonzero(~np.asarray(found.is_shared)):
         t = int(tables.edge_tensor[e])
         home = found.slots[tables.edge_source[e]] if gathers_again[e] else found.home[t]
         wanted = found.slots[tables.edge_slot[e]]
         target = np.asarray(as_read(home, wanted))
-        add(int(tables.edge_task[e]), t, "reshard", home, target, tables.edge_bytes[e], tables.edge_trips[e])
+        size, trips = tables.edge_bytes[e], tables.edge_trips[e]
+        add(int(tables.edge_task[e]), t, "reshard", home, target, size=size, trips=trips)
     if len(tables.sum_task):
         index = np.asarray(value_index(strategy.axes))[tables.task_op[tables.sum_task]]
         inner = np.take_along_axis(tables.sum_map, index, axis=1)
         target = np.asarray(inner_target(inner))
         for s, k in enumerate(tables.sum_task.tolist()):
             reason = "halo" if inner[s].min() <= HALO else "sum"
-            add(k, -1, reason, inner[s], target[s], tables.sum_bytes[s], tables.task_trips[k])
+            add(k, -1, reason, inner[s], target[s], size=tables.sum_bytes[s], trips=tables.task_trips[k])
     return items
 
 

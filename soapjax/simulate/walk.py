@@ -85,12 +85,15 @@ def item_records(items: Items, tables: CostTables, b: Bucket) -> tuple[ItemRecor
     sizes = ItemSizes(*(at_least(m, grown(u, b.scale)) for m, u in zip((n, num_places), usual, strict=True)))
     of_rows = np.concatenate([items.of_resolve, items.of_reshard, items.of_sum])
     overlap = tables.topology.device.overlap
-    return records_of_items(items, source, items.of_compute, of_rows, sizes, b.tasks, b.rows, overlap=overlap), sizes
+    records = records_of_items(
+        items, source, items.of_compute, of_rows, sizes, num_tasks=b.tasks, num_rows=b.rows, overlap=overlap
+    )  # fmt: skip
+    return records, sizes
 
 
 def records_of_items(
-    items: Items, source: Sequence[int], of_tasks: np.ndarray, of_rows: np.ndarray, sizes: ItemSizes, num_tasks: int, num_rows: int,
-    *, overlap: bool,
+    items: Items, source: Sequence[int], of_tasks: np.ndarray, of_rows: np.ndarray, sizes: ItemSizes, *, num_tasks: int,
+    num_rows: int, overlap: bool,
 ) -> ItemRecords:  # fmt: skip
     """Padded to `sizes`.
 

@@ -446,7 +446,7 @@ def test_window_positions_of_a_convolution_by_enumeration():
     for n, w, m, stride, low, wide, far in cases:
         places = [o * stride + i * far - low for o in range(m) for i in range(w)]
         expected = sum(0 <= x <= (n - 1) * wide and x % wide == 0 for x in places)
-        assert window_pairs(n, w, m, stride, low, wide, far) == expected
+        assert window_pairs(n, w, m, stride=stride, low=low, lhs_dilation=wide, rhs_dilation=far) == expected
 
 
 @pytest.mark.parametrize("left_side", [True, False])

@@ -114,7 +114,7 @@ def records(items: Items, *, overlap: bool, size: int | None = None):
     size = size or -(-items.num_items // 200) * 200
     every = np.arange(items.num_items)
     of_tasks, of_rows = (np.where(items.is_compute == is_task, every, size) for is_task in (True, False))
-    return records_of_items(items, every, of_tasks, of_rows, ItemSizes(size, size), size, size, overlap=overlap)
+    return records_of_items(items, every, of_tasks, of_rows, ItemSizes(size, size), num_tasks=size, num_rows=size, overlap=overlap)
 
 
 def padded_items(schedule: Schedule):

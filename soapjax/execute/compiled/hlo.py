@@ -99,7 +99,7 @@ def _conv_flops(out: tuple[int, ...], operands: Sequence[str], shapes: dict, res
     ):
         n, w, m = lhs[lhs_labels.index(str(k))], kernel[rhs_labels.index(str(k))], out[out_labels.index(str(k))]
         by_shape *= w * m
-        met *= window_pairs(n, w, m, stride, low, ld, rd)
+        met *= window_pairs(n, w, m, stride=stride, low=low, lhs_dilation=ld, rhs_dilation=rd)
     return Flops(by_shape, met)
 
 

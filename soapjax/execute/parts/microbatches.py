@@ -103,7 +103,7 @@ def micro_step(
     leaves = batch_leaves(full)
     if num_microbatches == 1:
         size, nothing_grows = full.in_avals[leaves[0]].shape[0], Growth(full.program, full.program, {}, frozenset())
-        return MicroStep(full, leaves, (0,) * len(leaves), 1, size, full, nothing_grows)
+        return MicroStep(full, leaves, (0,) * len(leaves), 1, batch_size=size, full=full, growth=nothing_grows)
     static = {i % len(args) for i in static_argnums} if args else set()
     dynamic = tuple(a for i, a in enumerate(args) if i not in static)
 

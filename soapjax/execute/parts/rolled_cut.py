@@ -295,7 +295,7 @@ class _Rolling:
             outputs += [self.sums[v] for v in part.outputs if v in self.sums]
             outputs += [o for o in stacked if o in read]
         inputs = tuple(sorted(self.inputs[key]))
-        return Part(part.name, part.place, eqns, own, inputs, tuple(dict.fromkeys(outputs)), self.made[key])
+        return Part(part.name, part.place, eqns, own, inputs, outputs=tuple(dict.fromkeys(outputs)), rows=self.made[key])
 
     def _interface(self) -> tuple[MicroStep, Pieces, tuple[tuple[int, int] | None, ...]]:
         """The step as its program takes and returns leaves now."""

@@ -76,7 +76,7 @@ class TripLoop:
             # One operation on all rows, where that keeps no more than trips do: of an update, which is element by element.
             is_mapped=not (self.carries or self.added) and all(e.name in LIGHT for e in self.eqns),
         )  # fmt: skip
-        return FlatEqn((-1, number), jax.lax.scan_p, params, inputs, outputs, "", self.eqns[0].ctx, body)
+        return FlatEqn((-1, number), jax.lax.scan_p, params, inputs, outputs, stack="", ctx=self.eqns[0].ctx, body=body)
 
 
 class Rolled:

@@ -61,7 +61,7 @@ def roll_call(address: str, num_ranks: int, rank: int, *, key: bytes, timeout_s:
     if rank == 0:
         with _Desk(int(number), num_ranks, key) as desk:
             return desk.asked(this_process(port)._replace(address=host), timeout_s)
-    return _reported(host, int(number), num_ranks, rank, key, timeout_s, this_process(port))
+    return _reported(host, int(number), this_process(port), num_ranks=num_ranks, rank=rank, key=key, timeout_s=timeout_s)
 
 
 class _Visitor:
@@ -196,7 +196,7 @@ def listen(port: int) -> socket.socket:
         raise SoapjaxError(Problem(f"coordinator_address: port {port}", e.strerror or str(e), "a free port", remedy)) from None
 
 
-def _reported(host: str, port: int, num_ranks: int, rank: int, key: bytes, timeout_s: float, own: Peer) -> RollCall:
+def _reported(host: str, port: int, own: Peer, *, num_ranks: int, rank: int, key: bytes, timeout_s: float) -> RollCall:
     deadline = time.monotonic() + timeout_s
     why, first, hint = "no answer", None, ""
     while (left_s := deadline - time.monotonic()) > 0:

@@ -36,7 +36,7 @@ from soapjax.graph.trace.program import Atom, FlatEqn, Program
 
 
 def scalings(
-    small: Program, large: Program, factor: float, known: Mapping[int, float] | None = None, batch: Collection[int] = (),
+    small: Program, large: Program, factor: float, *, known: Mapping[int, float] | None = None, batch: Collection[int] = (),
     lacks: Lacks | None = None, may_scale: Callable[[str], bool] = lambda key: True,
 ) -> dict[int, Scaling]:  # fmt: skip
     """The scaling of every value of `small`, all nesting levels included; empty where the programs differ in structure.

@@ -226,7 +226,8 @@ def growth_of(
         if not found:
             return Growth(one, more, found, batch, equations=equations)
 
-        reads = _Reads(one, more, found, batch, {one.inputs[k] for k in state_leaves}, updates, equations)
+        state = {one.inputs[k] for k in state_leaves}
+        reads = _Reads(one, more, found, batch, state=state, updates=updates, equations=equations)
         if not reads.are_known:
             reads.learn(_with_statistics(one, more, factor, batch, equations, reads.known()).scaling)
         growth = _with_statistics(one, more, factor, batch, equations, whole := reads.whole())
@@ -259,7 +260,7 @@ class _Reads:
     """
 
     def __init__(
-        self, one: Program, more: Program, found: Mapping[int, Scaling], batch: frozenset[int], state: Collection[int],
+        self, one: Program, more: Program, found: Mapping[int, Scaling], batch: frozenset[int], *, state: Collection[int],
         updates: Collection[str], equations: Mapping[str, str] | None,
     ):  # fmt: skip
         self.one, self.found, self.batch, self.updates, self.equations = one, found, batch, updates, equations
@@ -321,7 +322,7 @@ def _with_statistics(
     one, more = with_given(one, given, of_small), with_given(more, given, of_large)
     powers, lacks = {k: power for (_, power), k in ids.items()}, Lacks()
     may_scale = lambda key: equations is None or key in equations  # noqa: E731
-    found = scalings(one, more, factor, powers, batch, lacks, may_scale)
+    found = scalings(one, more, factor, known=powers, batch=batch, lacks=lacks, may_scale=may_scale)
     return Growth(one, more, found, batch, equations=equations, whole=whole, lacks=lacks)
 
 

@@ -82,7 +82,8 @@ def _conv(eqn: FlatEqn, ins: list[tuple[int, ...]], out: tuple[int, ...]) -> flo
     flops = 2.0 * (ins[0][dn.lhs_spec[0]] // p["batch_group_count"]) * math.prod(ins[1][d] for d in dn.rhs_spec[:2])
     for k, (low, _) in enumerate(p["padding"]):
         n, w, m = ins[0][dn.lhs_spec[2 + k]], ins[1][dn.rhs_spec[2 + k]], out[dn.out_spec[2 + k]]
-        flops *= window_pairs(n, w, m, p["window_strides"][k], low, p["lhs_dilation"][k], p["rhs_dilation"][k])
+        dilations = {"lhs_dilation": p["lhs_dilation"][k], "rhs_dilation": p["rhs_dilation"][k]}
+        flops *= window_pairs(n, w, m, stride=p["window_strides"][k], low=low, **dilations)
     return flops
 
 
@@ -94,7 +95,7 @@ def conv_flops_by_shape(eqn: FlatEqn, program: Program) -> float:
     return 2.0 * math.prod(program.aval(eqn.outputs[0]).shape) * per_output / p["batch_group_count"]
 
 
-def window_pairs(n: int, w: int, m: int, stride: int, low: int, lhs_dilation: int, rhs_dilation: int) -> int:
+def window_pairs(n: int, w: int, m: int, *, stride: int, low: int, lhs_dilation: int, rhs_dilation: int) -> int:
     """Pairs of an output and a kernel position of one spatial dim that meet an input element."""
     count = 0
     for i in range(w):  # i-th kernel position meets element (o·stride + shift) / lhs_dilation of the input

@@ -185,7 +185,7 @@ def _found_pipedream(
 ) -> FoundPipeline:  # fmt: skip
     begin = time.monotonic()
     front = Front(topology.device.usable_memory_bytes, lambda times: times.pipeline.model_dump_json())
-    times = _pipedream(graph, topology, num_stages, num, profile, objective, front)
+    times = _pipedream(graph, topology, num_stages, num, profile=profile, objective=objective, front=front)
     figures = whole_baselines(StageProblem(graph, topology, profile=profile).loads)
     baselines = {name: f.step_time_s for name, f in figures.items()}
     points = tuple(p._replace(plan=p.plan.pipeline) for p in front.points())
@@ -194,7 +194,7 @@ def _found_pipedream(
 
 
 def _pipedream(
-    graph: OperatorGraph, topology: DeviceTopology, num_stages: int | None, num: int | None, profile: Profile | None,
+    graph: OperatorGraph, topology: DeviceTopology, num_stages: int | None, num: int | None, *, profile: Profile | None,
     objective: Objective, front: Front,
 ) -> StageTimes:  # fmt: skip
     """PipeDream's plan: each minibatch a `num`-th of the batch, stages replicated; of several numbers the fastest that fits."""

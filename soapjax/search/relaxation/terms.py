@@ -159,7 +159,7 @@ class _Terms:
         A summand of a gradient is resolved to the slot that all of them share, where it may stay a partial sum. A product of
         a joint sum costs nothing where it waits for the last one; its reader does not know whether it does, only whether it can.
         """
-        change = self._change(t, target, made, size, share, times, sharing)
+        change = self._change(t, target, made, sharing, size=size, share=share, times=times)
         if not change.operators:
             return
         a, b = change.operators[0], change.operators[1] if len(change.operators) > 1 else -1
@@ -181,7 +181,7 @@ class _Terms:
             self.found.append(Term(kind=kind, place=index, a=a, b=b, seconds=seconds, of_a=of[0], of_b=of[1], payers=payers))
 
     def _change(
-        self, t: int, target: int | None, made: Rows, size: float, share: float, times: float, sharing: tuple[Rows, Twins] | None
+        self, t: int, target: int | None, made: Rows, sharing: tuple[Rows, Twins] | None, *, size: float, share: float, times: float
     ) -> _Change:  # fmt: skip
         tables, rows = self.tables, self.rows
         is_summand = tables.tensor_sum[t] >= 0 and not tables.is_joint[t]

@@ -200,7 +200,10 @@ def search_stages(
             raise
         stopped = "interrupted"
     good = (chained or seen.best, *sorted(seen.of_stages.values(), key=lambda p: p.rank))
-    return StageSearch(seen.best, seen.of_name, good, done, time.monotonic() - begin, stopped, seen.is_bound)
+    return StageSearch(
+        seen.best, seen.of_name, good, num_proposals=done, search_s=time.monotonic() - begin, stopped_by=stopped,
+        is_bound=seen.is_bound,
+    )  # fmt: skip
 
 
 def _walks(problem: StageProblem, rng: np.random.Generator, seen: _Best) -> Iterator[tuple[Iterator[Priced], float, float]]:
