@@ -81,12 +81,18 @@ def seconds_of(part: OperatorPart) -> float:
     return part.cost.compute_s + part.cost.communication_s if part.cost is not None else 0.0
 
 
-def split_of(part: OperatorPart, sizes: dict[str, int]) -> str:
-    """How an operator is split, in words: "sample/4 (d0+d2)"; and whether the backward pass computes it again."""
+def _degrees(part: OperatorPart, sizes: dict[str, int]) -> dict[str, int]:
+    """Dim -> into how many parts it is split."""
     degrees: dict[str, int] = {}
     for axis, dim in part.axes.items():
         if dim != "replicate" and not dim.startswith("pin("):
             degrees[dim] = degrees.get(dim, 1) * sizes.get(axis, 1)
+    return degrees
+
+
+def split_of(part: OperatorPart, sizes: dict[str, int]) -> str:
+    """How an operator is split, in words: "sample/4 (d0+d2)"; and whether the backward pass computes it again."""
+    degrees = _degrees(part, sizes)
     axes_of = {d: [a for a, v in part.axes.items() if v == d] for d in degrees}
     split = "  ".join(f"{d}/{n} ({_axes(axes_of[d], sizes)})" for d, n in degrees.items())
     split = "  ".join(filter(None, (split, _pins(part.axes, sizes)))) or "replicated"
@@ -155,11 +161,7 @@ def stage_table(plan: Plan) -> TextTable:
 
 
 def _split(part: OperatorPart, mesh: dict[str, int]) -> str:
-    degrees: dict[str, int] = {}
-    for axis, dim in part.axes.items():
-        if dim != "replicate":
-            degrees[dim] = degrees.get(dim, 1) * mesh.get(axis, 1)
-    found = "  ".join(f"{d}/{n}" for d, n in degrees.items() if n > 1) or "whole"
+    found = "  ".join(f"{d}/{n}" for d, n in _degrees(part, mesh).items() if n > 1) or "whole"
     return found if part.storage == "as used" else f"{found}, {part.storage}"
 
 

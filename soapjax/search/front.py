@@ -37,7 +37,6 @@ class Front:
 
     def __init__(self, usable_bytes: float, key: Callable[[Any], Any]):
         self.usable_bytes, self.key = usable_bytes, key
-        self.num_seen = 0
         self._figures = np.zeros((0, 3))
         self._plans: list[Any] = []
         self._lock = threading.Lock()
@@ -47,7 +46,6 @@ class Front:
         figures = np.stack([scores.step_time_s, scores.sent_bytes, scores.memory_bytes], 1).astype(np.float64)
         fits = (scores.memory_bytes <= self.usable_bytes) & ~(scores.violations > 0) & np.isfinite(figures).all(1)
         with self._lock:
-            self.num_seen += len(figures)
             now = self._figures[:, None]
             is_worse = ((now <= figures).all(-1) & (now < figures).any(-1)).any(0)
             for i in np.flatnonzero(fits & ~is_worse).tolist():

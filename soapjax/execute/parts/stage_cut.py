@@ -17,7 +17,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.parts.cut import Part, make_part, tasks_of, with_outputs
 from soapjax.execute.parts.cutter import Cutter
 from soapjax.execute.parts.microbatches import MicroStep
-from soapjax.execute.parts.update_cut import Crossing, cut_updates
+from soapjax.execute.parts.update_cut import Updates, cut_updates
 from soapjax.graph.batch.whole_equations import as_whole
 from soapjax.graph.lifespans import kept_between_passes, kept_for_result, lifetimes, makers
 from soapjax.graph.microbatch import require_phases
@@ -31,19 +31,13 @@ from soapjax.strategy.schedules import kind_of, recomputes_apart, splits_backwar
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class StageCut:
+class StageCut(Updates):
     """The parts of all stages."""
 
     forward: tuple[Part, ...]
     backward: tuple[Part, ...]
     weights: tuple[Part | None, ...]  # by stage, what of the backward pass may wait, where the schedule puts it off
     recompute: tuple[Part | None, ...]  # by stage, what makes again what the backward pass reads, where nothing is kept
-    update: tuple[Part, ...]  # first round, by stage
-    mixed: tuple[Part | None, ...]  # second round, by stage
-    crossings: tuple[Crossing, ...]
-    home: dict[int, int]  # input value -> the stage that holds it, for all but the batch
-    results: tuple[tuple[int, int] | None, ...]  # of every output leaf: (stage, value); None for a literal
-    gradients: tuple[tuple[int, int], ...]  # (stage, value) of every parameter's
 
     def updating_as(self, whole: Mapping[str, FlatEqn], consts: Mapping[int, Any]) -> StageCut:
         """With updates of the whole batch's equations and constants, where these are others."""
@@ -211,7 +205,7 @@ def cut_stages(micro: MicroStep, graph: OperatorGraph, binding: Binding, pipelin
     done = {p.name: dataclasses.replace(p, inputs=q.inputs) for p, q in zip(with_outputs(reads), passes, strict=True)}
     kinds = ("forward", "backward", "weights", "recompute")
     of_passes: dict[str, Any] = {kind: tuple(done.get(f"{kind} {s}") for s in range(c.num)) for kind in kinds}
-    return StageCut(**of_passes, **updates._replace(home=home)._asdict())
+    return StageCut(**of_passes, **vars(updates) | {"home": home})
 
 
 def _put_off(c: Cutter, free: Collection[str]) -> set[str]:

@@ -6,6 +6,7 @@ from what the first round made of each place's own.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -22,13 +23,16 @@ class Crossing(NamedTuple):
     summands: tuple[tuple[int, int], ...]  # (stage, value): what is summed over micro-batches, and then added up
 
 
-class Updates(NamedTuple):
-    update: tuple[Part, ...]
-    mixed: tuple[Part | None, ...]
+@dataclasses.dataclass(frozen=True, eq=False)
+class Updates:
+    """The parts of the update, and what they have of others."""
+
+    update: tuple[Part, ...]  # first round, by stage
+    mixed: tuple[Part | None, ...]  # second round, by stage
     crossings: tuple[Crossing, ...]
-    home: dict[int, int]
-    results: tuple[tuple[int, int] | None, ...]
-    gradients: tuple[tuple[int, int], ...]
+    home: dict[int, int]  # input value -> the stage that holds it, for all but the batch
+    results: tuple[tuple[int, int] | None, ...]  # of every output leaf: (stage, value); None for a literal
+    gradients: tuple[tuple[int, int], ...]  # (stage, value) of every parameter's
 
 
 def cut_updates(c: Cutter, passes: Sequence[Part], owners: Mapping[int, int] | None = None) -> Updates:
