@@ -191,7 +191,7 @@ def test_check_ops_reads_every_instruction():
     text = """
   ROOT %d = f32[2,32]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit/sj0/dot_general"}
 """
-    text = "  %a = f32[2,16]{1,0} parameter(0)\n  %b = f32[16,32]{1,0} parameter(1)\n" + text
+    text = "ENTRY %main {\n  %a = f32[2,16]{1,0} parameter(0)\n  %b = f32[16,32]{1,0} parameter(1)\n" + text
     (found,) = heavy_instructions(text)
     assert (found.kind, found.task, found.flops.met) == ("dot", 0, 2 * 2 * 32 * 16)
     check = check_ops(program, text)
