@@ -73,7 +73,7 @@ class Finalized:
     def __del__(self): press()
 try:
     with interrupts.searching():
-        progress = interrupts.checked(lambda done: print(done))
+        progress = interrupts.Interruptible(lambda done: print(done))
         progress(1)
         made = Finalized()
         del made
