@@ -51,7 +51,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # models/
 import jax
 import jax.numpy as jnp
 import numpy as np
-from event_delta import DeltaSimulation
 
 import soapjax
 from soapjax.costs.evaluate import Durations
@@ -64,6 +63,7 @@ from soapjax.search.chain.moves import NUM_UNIFORMS, State
 from soapjax.search.chain.starting_points import starts
 from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.simulate.event import simulate
+from soapjax.simulate.event_delta import DeltaSimulation
 from soapjax.simulate.items import Items
 from soapjax.simulate.schedule import RESHARD, RESOLVE, SUM
 from soapjax.simulate.simulator import BATCH

@@ -23,7 +23,7 @@ A barrier occupies every stream; all that comes before it in program order ends 
 after. So to FIFO it is an input of every later task: what was ready before it runs in program order once it has ended. A task
 of duration zero that is no barrier occupies no stream: it ends when it is ready.
 
-Emits the timeline. The jitted simulators are tested against it, and so is `scripts/event_delta.py`.
+Emits the timeline. The jitted simulators are tested against it, and so is `event_delta`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The orders of the event simulation, and the delta simulation: Algorithm 2 equals Algorithm 1 after every change."""
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,14 +9,11 @@ from hypothesis import strategies as st
 from problems import PROBLEMS, case, graph_of, topology_of
 from schedules import SHAPES, list_scheduler, random_durations, random_schedule, random_streams, two_queues
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-from event_delta import DeltaSimulation
-
 from soapjax.errors import SoapjaxError
 from soapjax.search.experts.placement import placed
 from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.event import ORDERS, occupied_streams, ordered, run, simulate, task_graph
+from soapjax.simulate.event_delta import DeltaSimulation
 from soapjax.simulate.schedule import BARRIER, COMPUTE, RESHARD, RESOLVE, Schedule
 from soapjax.strategy.space import search_space
 from soapjax.topology import factor_mesh
