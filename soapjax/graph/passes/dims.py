@@ -13,8 +13,9 @@ from collections.abc import Hashable, Iterable, Iterator
 from typing import NamedTuple
 
 from soapjax.graph.operators import NOT_SPLIT, Dim
-from soapjax.graph.passes.phases import FORWARD, UPDATE, Phases, is_recompute, module_path
-from soapjax.graph.passes.units import LAYOUT_ONLY, Unit
+from soapjax.graph.passes.phases import FORWARD, UPDATE, Phases, is_recompute
+from soapjax.graph.passes.recomputed import twins_of
+from soapjax.graph.passes.units import LAYOUT_ONLY, Unit, behind_layouts
 from soapjax.graph.rules import control_rules
 from soapjax.graph.rules.light_rules import BLOCKED, Labels, labels_of
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
@@ -144,7 +145,7 @@ class DimClasses:
             for parameter in phases.by_gradient.get(root, ()):
                 if (root, 0) in self.sizes and parameter.value in roots:
                     self._unite(parameter.value, root)
-        first = units[0]
+        first, operands = units[0], self._operands(units)
         for unit in units[1:]:
             if unit.eqns[0].outputs and unit.eqns[0].outputs[0] in self.program.repeats:
                 continue  # its dims are those of what it repeats
@@ -153,27 +154,23 @@ class DimClasses:
             if is_recompute(unit.heavy or unit.eqns[0]) and first.phase == FORWARD:
                 self._tie_recomputed(first, unit)
             elif unit.heavy is not None and first.heavy is not None and len(first.heavy.inputs) >= 2:
-                self._tie_cotangents(first, unit, phases.trained)
+                self._tie_cotangents(first, unit, phases.trained, operands)
             elif unit.heavy is not None and first.heavy is not None and len(unit.heavy.inputs) == len(first.heavy.inputs) == 1:
                 # A mean over windows: nothing is shared with its transpose, whose result is the cotangent of its operand.
                 self._unite(first.heavy.inputs[0], unit.heavy.outputs[0])
 
     def _tie_recomputed(self, first: Unit, unit: Unit) -> None:
-        def signature(e: FlatEqn) -> tuple:
-            return module_path(e.stack), e.name, self._shape(e.outputs[0])
+        for e, twin in twins_of(first.eqns, unit.eqns, self.program, self.values):
+            for a, b in zip((*e.inputs, *e.outputs), (*twin.inputs, *twin.outputs), strict=False):
+                if isinstance(a, int) and isinstance(b, int) and self._shape(a) == self._shape(b):
+                    self._unite(a, b)
 
-        waiting: dict[tuple, collections.deque[FlatEqn]] = collections.defaultdict(collections.deque)
-        for e in first.eqns:
-            waiting[signature(e)].append(e)
-        for e in unit.eqns:
-            queue = waiting[signature(e)]
-            if queue:
-                twin = queue.popleft()
-                for a, b in zip((*e.inputs, *e.outputs), (*twin.inputs, *twin.outputs), strict=False):
-                    if isinstance(a, int) and isinstance(b, int) and self._shape(a) == self._shape(b):
-                        self._unite(a, b)
+    def _operands(self, units: list[Unit]) -> set[int]:
+        """What the forward equation reads, and its recomputation: behind casts, which the backward pass often makes anew."""
+        computing = [u.heavy for u in units if u.heavy is not None and (u is units[0] or is_recompute(u.heavy))]
+        return {behind_layouts(a, self.values) for e in computing for a in e.read}
 
-    def _tie_cotangents(self, first: Unit, unit: Unit, trained: frozenset[int]) -> None:
+    def _tie_cotangents(self, first: Unit, unit: Unit, trained: frozenset[int], operands: set[int]) -> None:
         """A backward unit that reads one operand of the forward equation makes the cotangent of the other.
 
         A parameter is tied to its gradient already; here a square one may not be transposed yet. Nor may another square
@@ -197,9 +194,10 @@ class DimClasses:
                 if self._shape(other) == self._shape(result) and original[other].root not in trained:
                     self._unite(other, result)
         # The cotangent of the result has the result's dims.
-        out, operands = first.heavy.outputs[0], [original[x] for x in (a, b) if isinstance(x, int)]
+        # An operand may have its shape too: an input as wide as the result, or a weight with as many rows as the batch.
+        out = first.heavy.outputs[0]
         for x in cotangents:
-            if isinstance(x, int) and self._shape(x) == self._shape(out) and original[x] not in operands:
+            if isinstance(x, int) and self._shape(x) == self._shape(out) and behind_layouts(x, self.values) not in operands:
                 self._unite(out, x)
 
     def _finish(self) -> None:

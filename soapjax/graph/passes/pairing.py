@@ -12,7 +12,8 @@ from __future__ import annotations
 import collections
 
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, Phases, is_recompute, module_path
-from soapjax.graph.passes.units import LAYOUT_ONLY, Unit
+from soapjax.graph.passes.recomputed import twins_of
+from soapjax.graph.passes.units import LAYOUT_ONLY, Unit, behind_layouts
 from soapjax.graph.trace.program import FlatEqn, Program
 from soapjax.graph.trace.values import Values
 
@@ -29,6 +30,7 @@ class Pairing:
         self.made_by: dict[int, int] = {}  # root -> operator that makes it
         self.reads: list[set[int]] = []  # peeled roots that each operator's heavy equations read
         self.readers: dict[int, set[int]] = {}  # such a root -> the operators that read it
+        self.twins: dict[int, int] = {}  # root that is computed again -> what it repeats, behind layouts
         self.at_path: dict[str, set[int]] = {}  # module path -> the heavy operators there
         self.weights = {p.value for p in phases.parameters}
         self.owner: dict[int, int] = {}
@@ -62,7 +64,7 @@ class Pairing:
         unit = self.units[i]
         self.operators[op].append(i)
         if unit.heavy is not None:
-            read = {self.peel(a) for a in unit.heavy.read}
+            read = self._read_by(unit.heavy)
             self.reads[op] |= read
             for root in read:
                 self.readers.setdefault(root, set()).add(op)
@@ -71,15 +73,10 @@ class Pairing:
         for e in unit.eqns:
             self.made_by.update(dict.fromkeys(e.outputs, op))
 
-    def peel(self, atom: int) -> int:
-        """The root behind transposes, reshapes and casts."""
-        root = self.values.original[atom].root
-        for _ in range(64):
-            producer = self.values.producer.get(root)
-            if producer is None or producer.name not in LAYOUT_ONLY or not isinstance(producer.inputs[0], int):
-                break
-            root = self.values.original[producer.inputs[0]].root
-        return root
+    def _read_by(self, eqn: FlatEqn) -> set[int]:
+        """Roots behind layouts and casts; of what is computed again, those that it repeats."""
+        found = (behind_layouts(a, self.values) for a in eqn.read)
+        return {self.twins.get(root, root) for root in found}
 
     def _reads_of(self, unit: Unit) -> set[int]:
         inside = {o for e in unit.eqns for o in e.outputs}
@@ -96,22 +93,34 @@ class Pairing:
                 self.owner[p] = first[parameter.value]
 
     def _pair_recomputed(self, again: list[int]) -> None:
-        waiting: dict[tuple, collections.deque[int]] = {}
+        waiting: dict[tuple, dict[int, None]] = {}  # operators in order
         for op, members in enumerate(self.operators):
-            waiting.setdefault(self._signature(members[0]), collections.deque()).append(op)
+            waiting.setdefault(self._signature(members[0]), {})[op] = None
         for i in again:
-            queue = waiting.get(self._signature(i))
-            repeated = [self.program.repeats.get(o) for e in self.units[i].eqns for o in e.outputs]
+            unit = self.units[i]
+            repeated = [self.program.repeats.get(o) for e in unit.eqns for o in e.outputs]
             if repeated[0] is not None:
                 op = self.made_by[repeated[0]]
-            elif self.units[i].heavy is not None:
-                op = queue.popleft() if queue else None
+            elif unit.heavy is not None:
+                op = self._next_alike(unit.heavy, waiting.get(self._signature(i), {}))
             else:
                 op = self._most_alike(i)
             if op is None:
                 self._pair_backward(i)
-            else:
-                self._join(op, i)
+                continue
+            for e, twin in twins_of(self.units[self.operators[op][0]].eqns, unit.eqns, self.program, self.values):
+                for a, b in zip(e.outputs, twin.outputs, strict=False):
+                    self.twins[self.values.original[a].root] = behind_layouts(b, self.values)
+            self._join(op, i)
+
+    def _next_alike(self, eqn: FlatEqn, waiting: dict[int, None]) -> int | None:
+        """Takes the operator that `eqn` repeats out of those waiting: which reads most of what it reads, else the first."""
+        read = self._read_by(eqn)
+        readers = [op for op in set().union(*(self.readers.get(root, ()) for root in read)) if op in waiting]
+        op = min(readers, key=lambda op: (-len(read & self.reads[op]), op), default=next(iter(waiting), None))
+        if op is not None:
+            del waiting[op]
+        return op
 
     def _signature(self, i: int) -> tuple:
         u = self.units[i]
@@ -120,7 +129,7 @@ class Pairing:
         return (u.heavy is not None, module_path(e.stack), e.name, shapes)
 
     def _most_alike(self, i: int) -> int | None:
-        """The forward region that has most equations of this one (same module path, primitive and shape)."""
+        """The forward region with most equations of this one (same module path, primitive, shape), which reads most of the same."""
 
         def bag(u: int) -> collections.Counter:
             if u not in self._bags:
@@ -134,12 +143,13 @@ class Pairing:
                 if first.heavy is None and first.phase == FORWARD:
                     for alike in bag(members[0]):
                         self._holders.setdefault(alike, []).append(op)
-        mine, best, best_share = bag(i), None, 0.5
+        mine, best, best_rank = bag(i), None, (0.5, 0)
         for op in sorted({op for alike in mine for op in self._holders.get(alike, ())}):
             theirs = bag(self.operators[op][0])
             share = (mine & theirs).total() / max(1, min(mine.total(), theirs.total()))
-            if share > best_share:
-                best, best_share = op, share
+            rank = (share, len(self._roots[i] & self._roots[self.operators[op][0]]))  # of equal layers the one that reads the same
+            if share > 0.5 and rank > best_rank:
+                best, best_rank = op, rank
         return best
 
     def _pair_backward(self, i: int) -> None:
@@ -152,7 +162,7 @@ class Pairing:
 
     def _heavy_partner(self, unit: Unit) -> int | None:
         partners = _PARTNERS.get(unit.kind, set())
-        reads = {self.peel(a) for a in unit.heavy.read}
+        reads = self._read_by(unit.heavy)
         path = module_path(unit.heavy.stack)
         best, best_score = None, 2
         alike: list[int] = []  # same module: where it has one such product, the path alone tells (operands recomputed)

@@ -50,6 +50,17 @@ def is_relayout(eqn: FlatEqn, program: Program) -> bool:
     return eqn.name in LAYOUT_ONLY
 
 
+def behind_layouts(atom: int, values: Values) -> int:
+    """The root behind transposes, reshapes and casts."""
+    root = values.original[atom].root
+    for _ in range(64):
+        producer = values.producer.get(root)
+        if producer is None or producer.name not in LAYOUT_ONLY or not isinstance(producer.inputs[0], int):
+            break
+        root = values.original[producer.inputs[0]].root
+    return root
+
+
 def kind_of(eqn: FlatEqn) -> str | None:
     """The kind of a heavy equation; None for a light one. An unknown primitive is an operator of its own."""
     return HEAVY.get(eqn.name) or (None if is_known(eqn.name) else "unknown")
