@@ -10,7 +10,7 @@ import dataclasses
 import math
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.graph.operators import NOT_SPLIT, Access, OperatorGraph, TaskMemory
+from soapjax.graph.operators import NOT_SPLIT, Access, Dim, OperatorGraph, TaskMemory
 
 
 def sample_divisor(graph: OperatorGraph) -> int:
@@ -103,7 +103,7 @@ def micro_batch(graph: OperatorGraph, num: int) -> OperatorGraph:
     operators = tuple(
         op._replace(
             dims=tuple(
-                d._replace(size=d.size // num, divisor=d.divisor // num) if has_it else d
+                d._replace(size=d.size // num, divisor=d.divisor // num) if has_it else _of_unknown_size(d, num)
                 for d, has_it in zip(op.dims, is_batch, strict=True)
             )
         )
@@ -111,6 +111,16 @@ def micro_batch(graph: OperatorGraph, num: int) -> OperatorGraph:
     )
     tensors = tuple(t._replace(shape=tuple(s)) for t, s in zip(graph.tensors, shapes, strict=True))
     return dataclasses.replace(graph, operators=operators, tasks=tuple(tasks), tensors=tensors)
+
+
+def _of_unknown_size(dim: Dim, num: int) -> Dim:
+    """A sample dim that is no batch's: every second sample gets fewer with the batch, positions in an example do not.
+
+    The graph does not tell, so that it is split only as both can be.
+    """
+    if dim.kind != "S":
+        return dim
+    return dim._replace(divisor=math.gcd(dim.divisor, dim.divisor // num) if dim.divisor % num == 0 else 1)
 
 
 def _memory(memory: TaskMemory, share: int) -> TaskMemory:

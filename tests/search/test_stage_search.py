@@ -5,6 +5,8 @@ import importlib
 import itertools
 import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import family
@@ -16,6 +18,7 @@ from soapjax.costs.measured.profile_parts import Calibration, Device, Link, Meas
 from soapjax.errors import SoapjaxError
 from soapjax.graph.condensing import prefix_crossing
 from soapjax.graph.microbatch import micro_batch, sample_divisor
+from soapjax.graph.passes.build import build_graph
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.graph.trace.tracing import trace
 from soapjax.planning.pipelining.stage_baselines import whole_baselines
@@ -49,6 +52,27 @@ def test_a_micro_batch_is_the_step_traced_at_its_size(model):
     flops = [sum(w.flops for t in g.tasks if t.parameter < 0 for w in t.work) for g in (found, small)]
     assert flops[0] == pytest.approx(flops[1], rel=0.02)
     assert sample_divisor(whole) == 4 * sample_divisor(small)
+
+
+@pytest.mark.parametrize("num", [2, 4, 8])
+def test_a_share_of_the_samples_is_split_as_micro_batches_can(num):
+    """Every second loss, returned, is as long as half of the batch: of a micro-batch, half of that."""
+
+    def step(w, x):
+        def losses(w):
+            return jnp.square(x @ w)
+
+        grad = jax.grad(lambda w: losses(w).mean())(w)
+        return w - grad, losses(w)[::2]
+
+    def of_batch(size):
+        return build_graph(trace(step, np.ones(4, np.float32), np.ones((size, 4), np.float32)))[0]
+
+    found, small = micro_batch(of_batch(16), num), of_batch(16 // num)
+    assert [op.name for op in found.operators] == [op.name for op in small.operators]
+    for mine, traced in zip(found.operators, small.operators, strict=True):
+        divisors = {d.name: d.divisor for d in traced.dims}
+        assert all(divisors.get(d.name, 1) % d.divisor == 0 for d in mine.dims)
 
 
 @pytest.mark.parametrize("marks", [{"remat": True}, {"remat": "attention"}])
