@@ -67,8 +67,11 @@ def micro_batch(graph: OperatorGraph, num: int) -> OperatorGraph:
     whole = sample_divisor(graph)
     if num < 1 or whole % num:
         fits = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
-        remedy = f"choose one of {fits}" if whole > 1 else "plan without a pipeline"
-        raise SoapjaxError(Problem("microbatches", str(num), f"a divisor of the batch ({whole})", remedy))
+        expected, remedy = f"a divisor of the batch ({whole})", f"choose one of {fits}"
+        if whole == 1:
+            expected = "a batch that can be cut: nothing here has several samples at once (a loop over single samples has not)"
+            remedy = "compute several at a time (jax.vmap, lax.map(..., batch_size=8)), or plan with the whole batch"
+        raise SoapjaxError(Problem("microbatches", str(num), expected, remedy))
     if num == 1:
         return graph
     is_sample = _of_batch(graph)

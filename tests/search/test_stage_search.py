@@ -349,6 +349,22 @@ def test_more_stages_than_operators_or_devices():
     assert len(caught.value.problems) == 2
 
 
+def test_what_interleaved_needs_is_said():
+    problem = StageProblem(graph_of("lm"), topology_of("cpu8"), schedules=["interleaved"], num_stages=4, num_microbatches=2)
+    with pytest.raises(SoapjaxError, match="4 stages and 2 micro-batches.*several groups.*a multiple of as many micro-batches"):
+        search_stages(problem, num_proposals=1)
+
+
+def test_a_loop_over_single_samples_has_no_batch_to_cut():
+    def step(w, x):
+        grad = jax.grad(lambda w: jax.lax.map(lambda a: ((a @ w) ** 2).sum(), x).mean())(w)
+        return w - 0.1 * grad
+
+    graph = build_graph(trace(step, jnp.ones((4, 4)), jnp.ones((8, 4))))[0]
+    with pytest.raises(SoapjaxError, match="microbatches: got 2; expected a batch that can be cut.*batch_size"):
+        micro_batch(graph, 2)
+
+
 @pytest.mark.parametrize("priced", [0, 1, 3])
 def test_ctrl_c_while_starts_are_priced_keeps_the_best_of_them(priced, monkeypatch):
     problem, price, costs = two_stage_problem(), StageProblem.price, []

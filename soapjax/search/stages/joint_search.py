@@ -31,7 +31,7 @@ from soapjax.search.stages.choices import Choice, Priced
 from soapjax.search.stages.grid import Grid
 from soapjax.search.stages.inside_search import searched_inside
 from soapjax.search.stages.pipedream_stages import Memory, pipedream
-from soapjax.search.stages.stage_problem import StageProblem
+from soapjax.search.stages.stage_problem import ONLY_INTERLEAVED, StageProblem
 
 MOST_TRIED = 480  # points of the grid whose stages are looked at
 MOST_STARTS = 96  # of these that are priced
@@ -266,8 +266,11 @@ def _impossible(problem: StageProblem) -> Problem:
     value = f"{stages} stages and {batches} micro-batches on {problem.topology.num_devices} devices"
     value += f", {problem.expert} in every stage" if problem.expert is not None else ""
     value += ", layouts fixed on all of them" if problem.exact.names_axes else ""
+    expected = f"what {' or '.join(problem.schedules)} can run"
     remedy = "ask for another number of stages or micro-batches, or for more devices"
-    return Problem("pipeline", value, f"what {' or '.join(problem.schedules)} can run", remedy)
+    if problem.schedules == ONLY_INTERLEAVED:
+        expected += ": several groups of devices, of several stages each, and a multiple of as many micro-batches"
+    return Problem("pipeline", value, expected, remedy)
 
 
 def _chain(problem: StageProblem, rng: np.random.Generator, at: Priced, reference_s: float) -> Iterator[Priced]:
