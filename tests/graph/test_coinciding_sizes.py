@@ -77,3 +77,33 @@ def test_layers_computed_again_in_other_order():
             of = graph.tasks[binding.task_of[e.key]].operator
             read.setdefault(of, set()).update(weights & {binding.values.original[a].root for a in e.read})
     assert sorted(map(sorted, read.values())) == [[w] for w in sorted(weights)]
+
+
+def _gated(*, width=20, inner=28, dtype="float32") -> list[tuple[str, list[str]]]:
+    """Of two gated layers, each in `jax.checkpoint`: derivatives of the gate stand among what is computed again."""
+    shapes = {"gate": (width, inner), "up": (width, inner), "down": (inner, width)}
+    params = [{name: np.ones(shape, np.float32) for name, shape in shapes.items()} for _ in range(2)]
+
+    @jax.checkpoint
+    def layer(p, x):
+        gate, up, down = (p[name].astype(dtype) for name in shapes)
+        return x + (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+    def step(params, x):
+        def loss(params):
+            out = x.astype(dtype)
+            for p in params:
+                out = layer(p, out)
+            return (out.astype(jnp.float32) ** 2).mean()
+
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
+
+    graph, _ = build_graph(trace(step, params, np.ones((24, width), np.float32)))
+    return [(op.name, sorted(d.name for d in op.dims)) for op in graph.operators]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gated_layer_as_wide_inside_as_outside(dtype):
+    found = _gated(inner=20, dtype=dtype)
+    assert found == _gated(dtype=dtype)
+    assert [dims for name, dims in found if name.startswith("dot")] == [["param0", "param1_in", "sample"]] * 6

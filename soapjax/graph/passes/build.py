@@ -126,6 +126,7 @@ class _Builder:
 
     def build(self) -> OperatorGraph:
         pairing = Pairing(self.units, self.program, self.values, self.phases)
+        self.twins = pairing.twins
         operators: list[tuple[list[int], DimClasses]] = []
         for members in pairing.operators:
             operators += self._split_unmatched(sorted(members, key=lambda i: (self.units[i].phase, i)))
@@ -170,7 +171,7 @@ class _Builder:
 
     def _classes(self, members: list[int]) -> DimClasses:
         units = [self.units[i] for i in members]
-        return DimClasses(units, self.program, self.values, self.phases, self.labels, self.generated)
+        return DimClasses(units, self.program, self.values, self.phases, self.labels, self.generated, twins=self.twins)
 
     def _split_unmatched(self, members: list[int]) -> list[tuple[list[int], DimClasses]]:
         """A backward region with dims that its forward unit lacks becomes an operator of its own.

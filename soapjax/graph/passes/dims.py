@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from soapjax.graph.operators import NOT_SPLIT, Dim
@@ -52,11 +52,17 @@ class LabelCache:
 
 
 class DimClasses:
-    """The classes of one operator; `of(node)` is the class of a (root, dim), None where it cannot be split."""
+    """The classes of one operator; `of(node)` is the class of a (root, dim), None where it cannot be split.
+
+    Args:
+      twins: of what is computed again anywhere, by root, what it repeats (pairing.py).
+    """
 
     def __init__(
-        self, units: list[Unit], program: Program, values: Values, phases: Phases, labels: LabelCache, generated: set[int]
-    ):
+        self, units: list[Unit], program: Program, values: Values, phases: Phases, labels: LabelCache, generated: set[int],
+        *, twins: Mapping[int, int],
+    ):  # fmt: skip
+        self.twins = twins
         self.program, self.values, self.labels, self.generated = program, values, labels, generated
         self.uf = UnionFind()
         self.poisoned: set[Hashable] = set()
@@ -160,15 +166,20 @@ class DimClasses:
                 self._unite(first.heavy.inputs[0], unit.heavy.outputs[0])
 
     def _tie_recomputed(self, first: Unit, unit: Unit) -> None:
-        for e, twin in twins_of(first.eqns, unit.eqns, self.program, self.values):
+        for e, twin in twins_of(first.eqns, unit.eqns, self.program, self.values, self.twins):
             for a, b in zip((*e.inputs, *e.outputs), (*twin.inputs, *twin.outputs), strict=False):
                 if isinstance(a, int) and isinstance(b, int) and self._shape(a) == self._shape(b):
                     self._unite(a, b)
 
     def _operands(self, units: list[Unit]) -> set[int]:
-        """What the forward equation reads, and its recomputation: behind casts, which the backward pass often makes anew."""
+        """What the forward equation reads, and its recomputation."""
         computing = [u.heavy for u in units if u.heavy is not None and (u is units[0] or is_recompute(u.heavy))]
-        return {behind_layouts(a, self.values) for e in computing for a in e.read}
+        return {self._repeated(a) for e in computing for a in e.read}
+
+    def _repeated(self, atom: int) -> int:
+        """The root behind casts, which the backward pass often makes anew, or what that one repeats."""
+        root = behind_layouts(atom, self.values)
+        return self.twins.get(root, root)
 
     def _tie_cotangents(self, first: Unit, unit: Unit, trained: frozenset[int], operands: set[int]) -> None:
         """A backward unit that reads one operand of the forward equation makes the cotangent of the other.
@@ -197,7 +208,7 @@ class DimClasses:
         # An operand may have its shape too: an input as wide as the result, or a weight with as many rows as the batch.
         out = first.heavy.outputs[0]
         for x in cotangents:
-            if isinstance(x, int) and self._shape(x) == self._shape(out) and behind_layouts(x, self.values) not in operands:
+            if isinstance(x, int) and self._shape(x) == self._shape(out) and self._repeated(x) not in operands:
                 self._unite(out, x)
 
     def _finish(self) -> None:

@@ -38,6 +38,7 @@ class Pairing:
         for p, parameter in enumerate(phases.parameters):
             self._gradients.setdefault(parameter.gradient, []).append(p)
         self._bags: dict[int, collections.Counter] = {}
+        self._behind: dict[int, set[int]] = {}
         self._holders: dict[tuple, list[int]] = {}  # what forward regions are made of (_most_alike) -> operators
         self._roots = [self._reads_of(u) for u in units]
         self._starts = [{values.first(root) for root in roots} for roots in self._roots]  # what loops carry: their first values
@@ -82,6 +83,12 @@ class Pairing:
         inside = {o for e in unit.eqns for o in e.outputs}
         return {self.values.original[root].root for root in {r for e in unit.eqns for r in self.values.reads[e.key]} - inside}
 
+    def _peeled(self, i: int) -> set[int]:
+        """What a unit reads, behind layouts."""
+        if i not in self._behind:
+            self._behind[i] = {behind_layouts(root, self.values) for root in self._roots[i]}
+        return self._behind[i]
+
     def _own_parameters(self) -> None:
         first: dict[int | None, int] = {}  # root -> the first operator that starts from it
         for op, members in enumerate(self.operators):
@@ -108,9 +115,10 @@ class Pairing:
             if op is None:
                 self._pair_backward(i)
                 continue
-            for e, twin in twins_of(self.units[self.operators[op][0]].eqns, unit.eqns, self.program, self.values):
+            of_operator = self.units[self.operators[op][0]].eqns
+            for e, twin in twins_of(of_operator, unit.eqns, self.program, self.values, self.twins):
                 for a, b in zip(e.outputs, twin.outputs, strict=False):
-                    self.twins[self.values.original[a].root] = behind_layouts(b, self.values)
+                    self.twins[behind_layouts(a, self.values)] = behind_layouts(b, self.values)
             self._join(op, i)
 
     def _next_alike(self, eqn: FlatEqn, waiting: dict[int, None]) -> int | None:
@@ -144,10 +152,11 @@ class Pairing:
                     for alike in bag(members[0]):
                         self._holders.setdefault(alike, []).append(op)
         mine, best, best_rank = bag(i), None, (0.5, 0)
+        read = {self.twins.get(root, root) for root in self._peeled(i)}
         for op in sorted({op for alike in mine for op in self._holders.get(alike, ())}):
             theirs = bag(self.operators[op][0])
             share = (mine & theirs).total() / max(1, min(mine.total(), theirs.total()))
-            rank = (share, len(self._roots[i] & self._roots[self.operators[op][0]]))  # of equal layers the one that reads the same
+            rank = (share, len(read & self._peeled(self.operators[op][0])))  # of equal layers the one that reads the same
             if share > 0.5 and rank > best_rank:
                 best, best_rank = op, rank
         return best
