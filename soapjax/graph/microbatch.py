@@ -123,7 +123,7 @@ def _of_unknown_size(dim: Dim, num: int) -> Dim:
     """
     if dim.kind != "S":
         return dim
-    return dim._replace(divisor=math.gcd(dim.divisor, dim.divisor // num) if dim.divisor % num == 0 else 1)
+    return dim._replace(divisor=dim.divisor // num if dim.divisor % num == 0 else 1)
 
 
 def _memory(memory: TaskMemory, share: int) -> TaskMemory:

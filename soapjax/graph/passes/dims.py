@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator
 from typing import NamedTuple
 
 from soapjax.graph.operators import NOT_SPLIT, Dim
 from soapjax.graph.passes.phases import FORWARD, UPDATE, Phases, is_recompute
-from soapjax.graph.passes.recomputed import twins_of
-from soapjax.graph.passes.units import LAYOUT_ONLY, Unit, behind_layouts
+from soapjax.graph.passes.recomputed import repeated, twins_of
+from soapjax.graph.passes.units import LAYOUT_ONLY, Unit
 from soapjax.graph.rules import control_rules
 from soapjax.graph.rules.light_rules import BLOCKED, Labels, labels_of
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
@@ -60,7 +60,7 @@ class DimClasses:
 
     def __init__(
         self, units: list[Unit], program: Program, values: Values, phases: Phases, labels: LabelCache, generated: set[int],
-        *, twins: Mapping[int, int],
+        *, twins: dict[int, int],
     ):  # fmt: skip
         self.twins = twins
         self.program, self.values, self.labels, self.generated = program, values, labels, generated
@@ -174,12 +174,7 @@ class DimClasses:
     def _operands(self, units: list[Unit]) -> set[int]:
         """What the forward equation reads, and its recomputation."""
         computing = [u.heavy for u in units if u.heavy is not None and (u is units[0] or is_recompute(u.heavy))]
-        return {self._repeated(a) for e in computing for a in e.read}
-
-    def _repeated(self, atom: int) -> int:
-        """The root behind casts, which the backward pass often makes anew, or what that one repeats."""
-        root = behind_layouts(atom, self.values)
-        return self.twins.get(root, root)
+        return {repeated(a, self.values, self.twins) for e in computing for a in e.read}
 
     def _tie_cotangents(self, first: Unit, unit: Unit, trained: frozenset[int], operands: set[int]) -> None:
         """A backward unit that reads one operand of the forward equation makes the cotangent of the other.
@@ -208,7 +203,7 @@ class DimClasses:
         # An operand may have its shape too: an input as wide as the result, or a weight with as many rows as the batch.
         out = first.heavy.outputs[0]
         for x in cotangents:
-            if isinstance(x, int) and self._shape(x) == self._shape(out) and self._repeated(x) not in operands:
+            if isinstance(x, int) and self._shape(x) == self._shape(out) and repeated(x, self.values, self.twins) not in operands:
                 self._unite(out, x)
 
     def _finish(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, Phases, is_recompute, module_path
-from soapjax.graph.passes.recomputed import twins_of
+from soapjax.graph.passes.recomputed import repeated, twins_of
 from soapjax.graph.passes.units import LAYOUT_ONLY, Unit, behind_layouts
 from soapjax.graph.trace.program import FlatEqn, Program
 from soapjax.graph.trace.values import Values
@@ -76,8 +76,7 @@ class Pairing:
 
     def _read_by(self, eqn: FlatEqn) -> set[int]:
         """Roots behind layouts and casts; of what is computed again, those that it repeats."""
-        found = (behind_layouts(a, self.values) for a in eqn.read)
-        return {self.twins.get(root, root) for root in found}
+        return {repeated(a, self.values, self.twins) for a in eqn.read}
 
     def _reads_of(self, unit: Unit) -> set[int]:
         inside = {o for e in unit.eqns for o in e.outputs}
@@ -105,9 +104,9 @@ class Pairing:
             waiting.setdefault(self._signature(members[0]), {})[op] = None
         for i in again:
             unit = self.units[i]
-            repeated = [self.program.repeats.get(o) for e in unit.eqns for o in e.outputs]
-            if repeated[0] is not None:
-                op = self.made_by[repeated[0]]
+            original = [self.program.repeats.get(o) for e in unit.eqns for o in e.outputs]
+            if original[0] is not None:
+                op = self.made_by[original[0]]
             elif unit.heavy is not None:
                 op = self._next_alike(unit.heavy, waiting.get(self._signature(i), {}))
             else:

@@ -15,8 +15,14 @@ from soapjax.graph.trace.program import FlatEqn, Program
 from soapjax.graph.trace.values import Values
 
 
+def repeated(atom: int, values: Values, twins: Mapping[int, int]) -> int:
+    """The root behind layouts and casts, which the backward pass often makes anew; of what is computed again, what it repeats."""
+    root = behind_layouts(atom, values)
+    return twins.get(root, root)
+
+
 def twins_of(
-    first: list[FlatEqn], again: list[FlatEqn], program: Program, values: Values, known: Mapping[int, int]
+    first: list[FlatEqn], again: list[FlatEqn], program: Program, values: Values, known: dict[int, int]
 ) -> list[tuple[FlatEqn, FlatEqn]]:
     """Pairs of an equation of `again` and its twin in `first`: of those alike the one that reads the same, and of equations that
     read what has no twin those that are left, in order.
@@ -29,10 +35,10 @@ def twins_of(
         return module_path(e.stack), e.name, tuple(program.aval(e.outputs[0]).shape)
 
     def reads(e: FlatEqn) -> list[int]:
-        roots = [behind_layouts(a, values) for a in e.read]
-        return [twin_of.get(root, known.get(root, root)) for root in roots]
+        return [repeated(a, values, twins) for a in e.read]
 
     twin_of: dict[int, int] = {}  # root -> the one in the forward pass
+    twins = collections.ChainMap(twin_of, known)
     waiting: dict[tuple, list[FlatEqn]] = collections.defaultdict(list)
     for e in first:
         waiting[signature(e)].append(e)
