@@ -3,10 +3,12 @@
 import sys
 
 from soapjax.helpers import interrupts
+from soapjax.helpers.garbage import fewer_collections
 
 
 def main() -> None:
-    with interrupts.handled():
+    # A plan of many layers is reported and written beside all that it was made from: collecting would go through that again.
+    with interrupts.handled(), fewer_collections():
         try:
             from soapjax import cli
 
