@@ -32,8 +32,11 @@ MAX_FAILED = 10  # perturbations in a row without an improvement, small ones and
 PERTURBATIONS = (("moved",), ("leaner", "exchanged", "reranked"))  # small ones beside large ones
 STARTING_DRAWS = 64  # of all axes ranked anew in the whole graph: the best of them is where the descent from a random start begins
 # Of the budget: until when starts may descend, and be perturbed. Chains judge ten times as many strategies a second, so that of a
-# budget in seconds they need less. Where none walk, a rest is for the whole step after one with fewer blocks.
-OF_PROPOSALS, OF_SECONDS, ALONE = (0.3, 0.4), (0.6, CHAINS_FROM), (0.8, 0.85)
+# budget in seconds they need less, and of few proposals nearly none: as many as descents of a few hundred operators take come
+# first. Where no chains walk, a rest is for the whole step after one with fewer blocks.
+OF_PROPOSALS, OF_SECONDS, ALONE = 0.3, (0.6, CHAINS_FROM), (0.8, 0.85)
+PERTURBED = 0.1  # behind that part of the proposals
+OF_A_DESCENT = 20_000
 IDLE, LITTLE = 0.25, 0.002  # of a number of proposals that made it no faster than that: perturbations end, where no chains follow
 WHOLE_AFTER_FEWER = 0.006  # of the budget: what the descent of the whole step may take after one with fewer blocks
 TIGHTENED = 0.05  # of the budget: what going on with less memory may take, where the whole step takes more
@@ -63,6 +66,14 @@ class SearchRun(NamedTuple):
         return self.programs is not None and self.programs.is_running
 
 
+def _until(limit: int | None) -> tuple[float, float]:
+    """Of a budget of so many proposals, or of seconds."""
+    if limit is None:
+        return OF_SECONDS
+    descended = min(max(OF_PROPOSALS, OF_A_DESCENT / max(limit, 1)), OF_SECONDS[0])
+    return descended, descended + PERTURBED
+
+
 class Descents:
     """Descents and perturbations of one search, two side by side.
 
@@ -78,7 +89,7 @@ class Descents:
     ):  # fmt: skip
         self.problem = problem
         self.search, self.record = run, run.record
-        self.until = ALONE if run.programs is None else OF_SECONDS if run.record.limit is None else OF_PROPOSALS
+        self.until = ALONE if run.programs is None else _until(run.record.limit)
         self.moves, self.for_whole, self.number = Assignments(space), for_whole, number
         self.leaner = Leaner()  # of all descents, not of perturbations
 
