@@ -111,7 +111,8 @@ def micro_step(
         flat, tree = jax.tree_util.tree_flatten(dynamic)
         for i, d in dims.items():
             aval = full.in_avals[i]
-            flat[full.leaf_of[i]] = jax.ShapeDtypeStruct((*aval.shape[:d], samples, *aval.shape[d + 1 :]), aval.dtype)
+            shape = (*aval.shape[:d], samples, *aval.shape[d + 1 :])
+            flat[full.leaf_of[i]] = jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)
         rest = iter(jax.tree_util.tree_unflatten(tree, flat))
         try:
             return traced(*(a if i in static else next(rest) for i, a in enumerate(args)))
