@@ -11,13 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
+from soapjax.graph.passes.through_branches import ThroughBranches
 from soapjax.graph.trace.program import FlatEqn, Program
 from soapjax.graph.trace.values import Values
 
 
 def gradient_in_pieces(
-    program: Program, values: Values, out: int, is_backward: Callable[[FlatEqn], bool], is_update: Callable[[FlatEqn], bool]
-) -> int | None:
+    program: Program, values: Values, inside: ThroughBranches, out: int,
+    is_backward: Callable[[FlatEqn], bool], is_update: Callable[[FlatEqn], bool],
+) -> int | None:  # fmt: skip
     """The nearest root of the backward phase, of the shape of `out`, whose elements come to stand where those of `out` are."""
     shape = program.aval(out).shape
     queue = [(out, 0)]  # a value, and which of its elements is the first of `out`; the others follow
@@ -31,13 +33,15 @@ def gradient_in_pieces(
         if is_backward(producer) and program.aval(root).shape == shape:
             return root
         if is_update(producer):
-            fresh = [found for found in _read_for(program, producer, root, first, size) if found not in seen]
+            fresh = [found for found in _read_for(program, inside, producer, root, first, size) if found not in seen]
             seen.update(fresh)
             queue += fresh
     return None
 
 
-def _read_for(program: Program, eqn: FlatEqn, out: int, first: int, size: int) -> Iterator[tuple[int, int]]:
+def _read_for(
+    program: Program, inside: ThroughBranches, eqn: FlatEqn, out: int, first: int, size: int
+) -> Iterator[tuple[int, int]]:  # fmt: skip
     """The operands whose elements stand at `size` places from `first` on of the result `out`, and where they stand in these."""
     if (eqn.name == "concatenate" and eqn.params["dimension"] == 0) or (eqn.name == "stack" and eqn.params["axis"] == 0):
         for a in eqn.inputs:
@@ -54,7 +58,9 @@ def _read_for(program: Program, eqn: FlatEqn, out: int, first: int, size: int) -
         if math.prod(program.aval(a).shape) == math.prod(program.aval(out).shape):
             yield a, first
     else:
-        yield from ((a, first) for a in eqn.read if program.aval(a).shape == program.aval(out).shape)
+        shape = tuple(program.aval(out).shape)
+        read = inside.operands(eqn, out, lambda other: other == shape)
+        yield from ((a, first) for a in read if tuple(program.aval(a).shape) == shape)
 
 
 def _first_row(eqn: FlatEqn, out: int, shape: tuple[int, ...]) -> int | None:

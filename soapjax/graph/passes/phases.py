@@ -18,6 +18,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from soapjax.graph.passes.flat_updates import gradient_in_pieces
+from soapjax.graph.passes.through_branches import ThroughBranches
 from soapjax.graph.trace.program import FlatEqn, Program
 from soapjax.graph.trace.tracing import TracedStep, leaf_paths
 from soapjax.graph.trace.values import Values
@@ -219,16 +220,17 @@ def _parameters(step: TracedStep, values: Values, phase: dict[str, int], downstr
     read = {root for eqn in program.leaves if phase[eqn.key] != UPDATE for root in values.sources(eqn)}
     in_avals = step.in_avals
     gradients: dict[int, int] = {}  # input position -> root of its gradient
+    inside = ThroughBranches()
     for i, o in step.state_pairs.items():
         out, shape = program.outputs[o], tuple(in_avals[i].shape)
-        found, sums = _gradient_of(program, values, phase, out, shape) if isinstance(out, int) else (None, [])
+        found, sums = _gradient_of(program, values, phase, inside, out, shape) if isinstance(out, int) else (None, [])
         sums = [root for root in sums if root in downstream]
         if found is None and sums and program.inputs[i] in read:
             found = sums[0]
             _make_backward(values, phase, found)
         if found is None and isinstance(out, int) and program.inputs[i] in read:
             found = gradient_in_pieces(
-                program, values, out, lambda eqn: phase[eqn.key] == BACKWARD, lambda eqn: phase[eqn.key] == UPDATE
+                program, values, inside, out, lambda eqn: phase[eqn.key] == BACKWARD, lambda eqn: phase[eqn.key] == UPDATE
             )
         if found is not None:
             gradients[i] = found
@@ -242,17 +244,17 @@ def _parameters(step: TracedStep, values: Values, phase: dict[str, int], downstr
 
 
 def _gradient_of(
-    program: Program, values: Values, phase: dict[str, int], out: int, shape: tuple[int, ...]
+    program: Program, values: Values, phase: dict[str, int], inside: ThroughBranches, out: int, shape: tuple[int, ...]
 ) -> tuple[int | None, list[int]]:
     """The nearest backward-phase root of `shape` that `out` is computed from, through update equations of that shape; where none
     leads to one, also through what is transposed, or has dims of one more or less (Muon iterates on stacks of matrices).
 
     Also the sums on the way whose operands have another shape and come from the backward phase.
     """
-    found, sums = _followed(program, values, phase, out, shape, lambda other: other == shape)
+    found, sums = _followed(program, values, phase, inside, out, shape, lambda other: other == shape)
     if found is None and not sums:
         dims = _dims(shape)
-        found, _ = _followed(program, values, phase, out, shape, lambda other: _dims(other) == dims)
+        found, _ = _followed(program, values, phase, inside, out, shape, lambda other: _dims(other) == dims)
     return found, sums
 
 
@@ -261,7 +263,7 @@ def _dims(shape: tuple[int, ...]) -> list[int]:
 
 
 def _followed(
-    program: Program, values: Values, phase: dict[str, int], out: int, shape: tuple[int, ...],
+    program: Program, values: Values, phase: dict[str, int], inside: ThroughBranches, out: int, shape: tuple[int, ...],
     is_alike: Callable[[tuple[int, ...]], bool],
 ) -> tuple[int | None, list[int]]:  # fmt: skip
     """As `_gradient_of`, through update equations of shapes that are alike."""
@@ -282,7 +284,7 @@ def _followed(
             rank = max((len(program.aval(a).shape) for a in producer.inputs), default=0)
             if producer.name in ("reduce_sum", "dot_general") and rank > len(shape):
                 sums.append(root)
-            fresh = [a for a in producer.read if a not in seen]
+            fresh = [a for a in inside.operands(producer, root, is_alike) if a not in seen]
             fresh = [a for a in fresh if is_alike(tuple(program.avals[a].shape))]
             seen.update(fresh)
             queue.extend(fresh)
