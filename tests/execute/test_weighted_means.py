@@ -320,6 +320,23 @@ def test_samples_read_by_numbers_that_come_with_the_batch_are_refused(name):
         soap_shard(step, microbatches=2, donate=False)(*arguments)
 
 
+def test_a_largest_over_the_edges_of_each_node_is_refused():
+    """The batch is what most data are as long as: the edges. Of the largest at a node it is not known how it grows."""
+
+    def step(w, nodes, edges, to):
+        def loss(w):
+            score = edges @ w
+            largest = jax.ops.segment_max(score, to, len(nodes))
+            weighted = jnp.exp(score - largest[to]) * score
+            return ((jax.ops.segment_sum(weighted, to, len(nodes)) - nodes) ** 2).mean()
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    arguments = jnp.ones(6), jnp.ones(4), jax.random.normal(jax.random.key(0), (8, 6)), jnp.arange(8) % 4
+    with pytest.raises(SoapjaxError, match="over the batch what is no sum.* the batch is dim 0 of edges, to"):
+        soap_shard(step, microbatches=2, donate=False)(*arguments)
+
+
 def test_a_permutation_of_as_many_samples_as_there_are_is_every_micro_batchs_own():
     def step(w, x):
         def loss(w):

@@ -29,6 +29,7 @@ from soapjax.graph.batch.whole_batch import (
     statistics_read,
     with_given,
 )
+from soapjax.graph.rules.heavy_rules import SCATTERS
 from soapjax.graph.trace.dataflow import follow
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
 from soapjax.graph.trace.tracing import TracedStep
@@ -96,7 +97,7 @@ class Growth:
 
     def no_sum(self, wanted: Sequence[Atom]) -> FlatEqn | None:
         """An equation of the forward pass that makes of a sum over the batch, in the making of `wanted`, what nobody knows to grow:
-        what follows layer by layer from sums over a graph's edges, say."""
+        what follows layer by layer from sums over a graph's edges, say. Of the largest over them nobody knows it at once."""
 
         def is_sum(a: int) -> bool:
             return a in mixing.data and ((s := self.scaling.get(a, UNKNOWN)).is_sum or (s.power or 0) >= 1)
@@ -104,9 +105,14 @@ class Growth:
         def is_known(a: int) -> bool:
             return (s := self.scaling.get(a, UNKNOWN)).power is not None or s.is_sum
 
+        def puts_together(e: FlatEqn) -> bool:
+            """Samples, at places: what it makes has none."""
+            is_one = e.name in SCATTERS and bool(sample_dims(self.small, self.large, e.inputs[2]))
+            return is_one and not any(sample_dims(self.small, self.large, o) for o in e.outputs)
+
         mixing = self.mixing(wanted)
-        forward = (e for e in mixing.needed if not is_backward(e) and e.body is None)
-        return next((e for e in forward if any(map(is_sum, e.read)) and not all(map(is_known, e.outputs))), None)
+        forward = (e for e in mixing.needed if not (is_backward(e) or e.body is not None or all(map(is_known, e.outputs))))
+        return next((e for e in forward if any(map(is_sum, e.read)) or puts_together(e)), None)
 
     def after_means(self, wanted: Sequence[Atom]) -> frozenset[str]:
         """Equations of the step between means over the batch and what they make of its values `wanted` (batch_means.py)."""
