@@ -17,7 +17,7 @@ from soapjax.graph.passes.phases import FORWARD, UPDATE, Phases, is_recompute
 from soapjax.graph.rules import linalg_rules
 from soapjax.graph.rules.heavy_rules import POOLS, SCATTERS
 from soapjax.graph.rules.light_rules import is_known
-from soapjax.graph.trace.program import FlatEqn, Program
+from soapjax.graph.trace.program import Atom, FlatEqn, Program
 from soapjax.graph.trace.union_find import UnionFind
 from soapjax.graph.trace.values import IDENTITIES, Uses, Values
 
@@ -161,11 +161,23 @@ def generated_values(program: Program, values: Values, gradients: Set[int] = fro
     constant 1: its update is an update like any other, stored as its parameter is.
     """
     made: set[int] = set(program.consts)
-    for eqn in program.leaves:
-        is_generated = made.issuperset(values.reads[eqn.key]) and gradients.isdisjoint(eqn.outputs)
-        if is_generated and not eqn.name.startswith("rng_uniform"):
-            made.update(eqn.outputs)
-    return made
+    begun: set[int] = set()
+    while True:
+        made |= begun
+        for eqn in program.leaves:
+            is_generated = made.issuperset(values.reads[eqn.key]) and gradients.isdisjoint(eqn.outputs)
+            if is_generated and not eqn.name.startswith("rng_uniform"):
+                made.update(eqn.outputs)
+        begun = {a for a, c in values.carries.items() if all(_is_made(x, made, values) for x in (c.init, c.result))}
+        if begun <= made:
+            return made
+
+
+def _is_made(atom: Atom, made: Set[int], values: Values) -> bool:
+    """Whether a value is a literal, or one of those `made`: of a loop's carry both are where no trip reads what the one before it
+    had, as the cotangent of a result of the last trip alone."""
+    found = values.of(atom)
+    return found is None or found.root in made
 
 
 def _regions(light, keys, depth, values: Values, generated, heavy_unit, program: Program) -> list[Unit]:
