@@ -76,6 +76,40 @@ def test_each_argument_is_cut_where_it_has_the_batch():
     assert cut == {"x": 1, "y": 1, "h": 0} and micro.batch_size == BATCH
 
 
+def test_observations_before_and_after_every_action_are_cut_too():
+    """Of a rollout with the value of what comes last: one time more than rewards."""
+
+    def step(p, x, rewards):
+        def loss(p):
+            values = net(p, x)[..., 0]
+            return ((values[:-1] - jax.lax.stop_gradient(returns(rewards, values[-1]))) ** 2).mean()
+
+        value, grads = jax.value_and_grad(loss)(p)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads), value
+
+    p, x, y, _ = arguments()
+    args = p, x, y[1:, :, 0]
+    micro = micro_step(step, *args, num_microbatches=4)
+    assert set(micro.batch_dims) == {1} and len(micro.batch_leaves) == 2
+    found = soapjax.soap_shard(step, topology=topology_with(4), proposals=8, check="none", microbatches=4)(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found, jax.jit(step)(*args))
+
+
+def test_an_associative_scan_over_the_batch_is_refused():
+    """It is another program with fewer samples, of which nothing else is known."""
+
+    def step(p, x):
+        def loss(p):
+            risk = net(p, x)[:, 0]
+            return -(risk - jax.lax.associative_scan(jnp.logaddexp, risk)).mean()
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, jax.grad(loss)(p))
+
+    p, x, _, _ = arguments()
+    with pytest.raises(SoapjaxError, match=r"test_time_first.py:\d+ .*8 samples one after the other.*one micro-batch"):
+        soapjax.soap_shard(step, topology="cpu8", proposals=8, microbatches=2)(p, x[0])
+
+
 def test_samples_that_are_apart_are_cut_along_the_first_dim():
     micro = micro_step(step_of(lambda p, x, y, h: ((net(p, x) - y) ** 2).mean()), *arguments(), num_microbatches=2)
     assert set(micro.batch_dims) == {0}

@@ -55,16 +55,19 @@ def second_dims(step: TracedStep, leaves: tuple[int, ...]) -> dict[int, int]:
     """By input leaf the dim that is the batch if `leaves` begin with time, [time, batch, ...], with all others that have as many
     samples; none where their second dims are unlike, or no longer than one.
 
-    Others that have the batch begin with it: a state with which a loop over time starts, values of what comes after the last.
+    Others that have the batch begin with it: a state with which a loop over time starts, values of what comes after the last. Or
+    they have one time more or less: observations before and after every action.
     """
     shapes = {i: step.in_avals[i].shape for i in leaves}
     seconds = {s[1] for s in shapes.values() if len(s) > 1}
     if len(seconds) != 1 or (size := seconds.pop()) < 2:
         return {}
     given = build_graph(step)[1].given
-    rest = (i for i, v in enumerate(step.program.inputs) if i not in shapes and i not in step.state_pairs and v not in given)
-    found = {i: 1 for i, s in shapes.items() if len(s) > 1}
-    return found | {i: 0 for i in rest if step.in_avals[i].shape[:1] == (size,)}
+    free = (i for i, v in enumerate(step.program.inputs) if i not in shapes and i not in step.state_pairs and v not in given)
+    rest = {i: step.in_avals[i].shape for i in free}
+    times = {s[0] + n for s in shapes.values() for n in (-1, 1)}
+    found = {i: 1 for i, s in shapes.items() if len(s) > 1} | {i: 1 for i, s in rest.items() if s[1:2] == (size,) and s[0] in times}
+    return found | {i: 0 for i, s in rest.items() if s[:1] == (size,)}
 
 
 def joined(stacked: Any, dim: int) -> Any:

@@ -164,8 +164,8 @@ def _check_samples(micro: MicroStep, gradients: Sequence[int], unknown: str) -> 
         raise SoapjaxError(Problem(_PLACE, value, expected, _TIME))
     statistic, moved = mixing.statistic(), mixing.order()
     if unknown and (found := moved or micro.growth.no_sum(gradients)) is not None:
-        no_sum = "makes of a sum, or a largest value, over the batch what is no sum"
-        does = "reads samples by their place" if moved is not None else no_sum
+        of = "a largest or least value" if found.name in ("scatter-max", "scatter-min") else "a sum"
+        does = "reads samples by their place" if moved is not None else f"makes of {of} over the batch what is no sum"
         at = f"{found.source or found.name} ({found.name}: {list(mixing.shape(found))})"
         value = f"{at} {does}, and how the gradient of {unknown} grows with the batch is not known"
         expected = f"a loss of every sample by itself, a mean over the batch or a sum; the batch is {_batch_of(micro)}"

@@ -17,7 +17,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from soapjax.execute.parts.batch_axes import batch_leaves, second_dims
 from soapjax.execute.parts.cut import phase_of
 from soapjax.graph.batch.draws import draws_alike
 from soapjax.graph.batch.growth import Growth, growth_of
+from soapjax.graph.batch.growth_rules import is_backward
 from soapjax.graph.batch.sample_mixing import SampleMixing
 from soapjax.graph.batch.two_traces import are_alike
 from soapjax.graph.batch.whole_batch import BatchStatistic
@@ -34,6 +35,7 @@ from soapjax.graph.batch.whole_equations import consts_of_whole, equations_of_wh
 from soapjax.graph.passes.build import Binding, build_graph
 from soapjax.graph.passes.phases import UPDATE
 from soapjax.graph.recompute import recomputing
+from soapjax.graph.trace.dataflow import follow
 from soapjax.graph.trace.program import FlatEqn
 from soapjax.graph.trace.tracing import CORRECT, TracedStep, trace
 
@@ -206,6 +208,7 @@ def _growth(
         updates={e.key for e in full.program.eqns if phase_of(e, graph, binding) == UPDATE},
     )  # fmt: skip
     if not found.is_known:
+        _require_no_order(small, full, dims, num)
         _require_no_places(full, binding, dims, with_samples)
     return found
 
@@ -259,6 +262,30 @@ def _require_no_places(
         expected = "a step that is the same for a part of its batch"
         remedy = "take a share of the batch's own size there (x.shape[0] // 4, say), or use one micro-batch"
         raise SoapjaxError(Problem(found.source or "train step", value, expected, remedy))
+
+
+def _require_no_order(small: TracedStep, full: TracedStep, dims: Mapping[int, int], num: int) -> None:
+    """Refuses a step that is another program with a part of its batch, since it takes all samples pair by pair, and their pairs
+    likewise, as an associative scan does: what a sample has of those before it.
+
+    Raises: SoapjaxError naming the line.
+    """
+    size = _size(full, dims)
+    of_part = set(_every_second(small, dims, size // num))
+    if found := next((key for key in _every_second(full, dims, size) if key in of_part), None):
+        value = f"{size} samples one after the other, every second by itself, as an associative scan over the batch takes them"
+        remedy = "use one micro-batch, or plan without a pipeline"
+        raise SoapjaxError(Problem(found[0] or "train step", value, "a loss of every sample by itself, or a mean", remedy))
+
+
+def _every_second(step: TracedStep, dims: Mapping[int, int], size: int) -> Iterator[tuple[str, int]]:
+    """Lines of the forward pass, and dims, where a slice takes some of so many values of the data in steps of two."""
+    program = step.program
+    follow(program, of_data := {program.inputs[k] for k in dims})
+    for e in program.leaves:
+        if e.name == "slice" and e.inputs[0] in of_data and not is_backward(e):
+            shape, strides = program.aval(e.inputs[0]).shape, e.params["strides"] or ()
+            yield from ((e.source, d) for d, stride in enumerate(strides) if stride == 2 and shape[d] == size)
 
 
 def _untrained_state(step: TracedStep, binding: Binding) -> list[int]:
