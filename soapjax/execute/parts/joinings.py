@@ -222,6 +222,14 @@ def averaged_blindly(micro: MicroStep, cut: StageCut, reduction: str, gradients:
     return {v: outputs[v] for v, of in made_of.items() if not blind.isdisjoint(of)}
 
 
+def is_of_whole_batch(micro: MicroStep, cut: StageCut, value: int, gradients: Collection[int]) -> bool:
+    """Whether an update makes an output of gradients and of what is the whole batch's once it is put together, as a loss after an
+    update by the loss before: the update has all samples."""
+    makers = {o: e for part in cut.updates for e in part.eqns for o in e.outputs}
+    read = _made_of(value, makers, {c.value for c in cut.crossings if c.value not in gradients})
+    return value in makers and not micro.growth.of_all_samples(list(read), gradients, ())
+
+
 def _of_the_batchs_size(micro: MicroStep, cut: StageCut, values: Collection[int]) -> set[int]:
     """Those of the values that passes make of the batch's size, or of a sum over it: there the micro-batch's size, or its share."""
     makers = {o: e for part in cut.passes for e in part.eqns for o in e.outputs if not micro.growth.sample_dims(o)}

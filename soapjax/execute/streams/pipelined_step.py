@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.parts.deferral import deferred_sums
 from soapjax.execute.parts.gathered import gathered_once
-from soapjax.execute.parts.joinings import Joining, averaged_blindly, found_reduction, joining, warn_once
+from soapjax.execute.parts.joinings import Joining, averaged_blindly, found_reduction, is_of_whole_batch, joining, warn_once
 from soapjax.execute.parts.microbatches import MicroStep
 from soapjax.execute.parts.part_program import Place
 from soapjax.execute.parts.rolled_cut import roll
@@ -133,7 +133,7 @@ def cut_and_joined(
         blindly = averaged_blindly(micro, cut, reduction, values)
         outputs = {v: p for p, v in zip(micro.step.out_paths, micro.step.program.outputs, strict=True) if isinstance(v, int)}
         of_all = micro.growth.of_all_samples(list(outputs), values, blindly)
-        blindly |= {v: outputs[v] for v in of_all}
+        blindly |= {v: outputs[v] for v, keys in of_all.items() if keys or not is_of_whole_batch(micro, cut, v, values)}
         blindly = {v: p for v, p in blindly.items() if not of_all.get(v)}
         if blindly and micro.growth.is_known and micro.growth.mixing(values).statistic() is not None:
             # Of state that layers read too, as of batch norm, the warning of `found_reduction` has told.
