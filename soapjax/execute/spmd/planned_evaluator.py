@@ -26,6 +26,7 @@ from soapjax.execute.spmd.on_blocks import OnBlocks, contracted_axes, is_execute
 from soapjax.execute.spmd.partial import Partial
 from soapjax.execute.spmd.plan_layouts import PlanLayouts
 from soapjax.execute.spmd.reduce import REDUCTIONS
+from soapjax.execute.spmd.rows import BY_ROW, run_by_row
 from soapjax.execute.spmd.summed_jointly import JointSums
 from soapjax.graph.operators import OperatorGraph, Task
 from soapjax.graph.passes.build import Binding, build_graph
@@ -206,6 +207,8 @@ class PlannedEvaluator(ProgramEvaluator):
         inputs = [self.operand(k, a, j if is_heavy else -1, env) for j, a in enumerate(eqn.inputs)]
         if is_executed(eqn) and (is_heavy or eqn.name in REDUCTIONS):
             results = [self.on_blocks(k, eqn, inputs)]
+        elif is_heavy and eqn.name in BY_ROW:
+            results = run_by_row(k, eqn, inputs, self.layouts, self.bind)
         else:
             inputs = begun_within(inputs, eqn.params["slice_sizes"]) if eqn.name == "dynamic_slice" else inputs
             results = self.bind(eqn, inputs, eqn.params)
