@@ -95,6 +95,36 @@ def test_observations_before_and_after_every_action_are_cut_too():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found, jax.jit(step)(*args))
 
 
+@pytest.mark.parametrize("num", [TIME // 2, TIME])
+def test_targets_of_a_trajectory_begin_with_time_beside_where_it_begins(num):
+    """With as many micro-batches as times, one time of the targets would be broadcast against all, and the numbers be others."""
+
+    def step(p, x, y):
+        def loss(p):
+            path = jax.lax.scan(lambda h, _: ((new := h + 0.1 * net(p, h)), new), x, None, length=TIME)[1]
+            return ((path - y) ** 2).mean()
+
+        value, grads = jax.value_and_grad(loss)(p)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads), value
+
+    rng = np.random.default_rng(0)
+    args = {"a": rng.standard_normal((5, 7)) / 4, "b": rng.standard_normal((7, 5)) / 4}, np.zeros((12, 5)), np.zeros((TIME, 12, 5))
+    args = jax.tree.map(lambda a: np.float32(a + rng.standard_normal(a.shape) / 4), args)
+    found = soapjax.soap_shard(step, topology=topology_with(4), proposals=8, check="none", microbatches=num)(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found, jax.jit(step)(*args))
+
+
+def test_one_sample_that_would_be_broadcast_is_refused():
+    def step(p, y):
+        def loss(p):
+            return ((jnp.tanh(p["a"]) - y) ** 2).mean()
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, jax.grad(loss)(p))
+
+    with pytest.raises(SoapjaxError, match=r"test_time_first.py:\d+ .*one sample of the batch meets several"):
+        micro_step(step, {"a": np.ones((4, 3), np.float32)}, np.ones((4, 3), np.float32), num_microbatches=4)
+
+
 def test_an_associative_scan_over_the_batch_is_refused():
     """It is another program with fewer samples, of which nothing else is known."""
 

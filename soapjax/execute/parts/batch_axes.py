@@ -70,6 +70,14 @@ def second_dims(step: TracedStep, leaves: tuple[int, ...]) -> dict[int, int]:
     return found | {i: 0 for i, s in rest.items() if s[:1] == (size,)}
 
 
+def behind_time(step: TracedStep, leaves: tuple[int, ...]) -> dict[int, int]:
+    """By input leaf the second dim, of data beside `leaves` that begin with time although these begin with the batch: the states
+    that a trajectory should go through, beside those where it begins."""
+    size, given = step.in_avals[leaves[0]].shape[0], build_graph(step)[1].given
+    rest = (i for i, v in enumerate(step.program.inputs) if i not in leaves and i not in step.state_pairs and v not in given)
+    return {i: 1 for i in rest if step.in_avals[i].shape[1:2] == (size,)}
+
+
 def joined(stacked: Any, dim: int) -> Any:
     """[num, ..., batch / num, ...] as [..., batch, ...], with the batch in dim `dim`."""
     x = jnp.moveaxis(stacked, 0, dim)

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.parts.batch_axes import batch_leaves, second_dims
+from soapjax.execute.parts.batch_axes import batch_leaves, behind_time, second_dims
 from soapjax.execute.parts.cut import phase_of
 from soapjax.graph.batch.draws import draws_alike
 from soapjax.graph.batch.growth import Growth, growth_of
@@ -35,6 +35,7 @@ from soapjax.graph.batch.whole_equations import consts_of_whole, equations_of_wh
 from soapjax.graph.passes.build import Binding, build_graph
 from soapjax.graph.passes.phases import UPDATE
 from soapjax.graph.recompute import recomputing
+from soapjax.graph.rules.light_rules import ELEMENTWISE
 from soapjax.graph.trace.dataflow import follow
 from soapjax.graph.trace.program import FlatEqn
 from soapjax.graph.trace.tracing import CORRECT, TracedStep, trace
@@ -201,6 +202,8 @@ def _growth(
     small: TracedStep, full: TracedStep, dims: Mapping[int, int], num: int, with_samples: Callable[[int], TracedStep]
 ) -> Growth:  # fmt: skip
     """Raises: SoapjaxError where it is not known since the step takes samples by their place."""
+    if _size(full, dims) == num:
+        _require_own_samples(small, full)
     graph, binding = build_graph(full)
     found = growth_of(
         small, full, tuple(dims), num, samples=_size(full, dims), with_samples=with_samples,
@@ -216,14 +219,17 @@ def _growth(
 def _smallest(
     traced: Callable[[Mapping[int, int]], TracedStep], full: TracedStep, dims: dict[int, int]
 ) -> tuple[TracedStep, dict[int, int]]:  # fmt: skip
-    """The step with one micro-batch, and which inputs have the batch: not all that are as long, where that cannot be traced and
-    can be without some of them (a table of positions, as many as there are samples).
+    """The step with one micro-batch, and which inputs have the batch: also such as begin with time, where that cannot be traced
+    without; or not all that are as long, where it can be without some of them (a table of positions, as many as there are samples).
 
     Raises: SoapjaxError where it cannot be traced so either, or in two ways.
     """
     try:
         return traced(dims), dims
     except SoapjaxError as e:
+        if not any(dims.values()) and (more := behind_time(full, tuple(dims))):
+            with contextlib.suppress(SoapjaxError):
+                return traced(dims | more), dims | more
         arguments = collections.defaultdict(list)
         for i in dims:
             arguments[full.in_paths[i].partition(".")[0]].append(i)
@@ -262,6 +268,25 @@ def _require_no_places(
         expected = "a step that is the same for a part of its batch"
         remedy = "take a share of the batch's own size there (x.shape[0] // 4, say), or use one micro-batch"
         raise SoapjaxError(Problem(found.source or "train step", value, expected, remedy))
+
+
+def _require_own_samples(small: TracedStep, full: TracedStep) -> None:
+    """Refuses a step whose one sample is broadcast against what is as long as the batch, but no part of it: two times of a target
+    would not fit to all times of a trajectory, one does.
+
+    Raises: SoapjaxError naming the line.
+    """
+    one, more = small.program, full.program
+    for (a, _), (b, _) in zip(one.walk(), more.walk(), strict=True) if are_alike(one, more) else ():
+        if a.name not in ELEMENTWISE or len(a.outputs) != 1:
+            continue
+        made = list(zip(one.aval(a.outputs[0]).shape, more.aval(b.outputs[0]).shape, strict=True))
+        for x, y in zip(a.inputs, b.inputs, strict=True):
+            read = list(zip(one.aval(x).shape, more.aval(y).shape, strict=True))
+            if any(m == 1 < n and of == (n, n) for (m, n), of in zip(read, made, strict=False) if len(read) == len(made)):
+                value = f"one sample of the batch meets several of what is no part of it ({a.name}: {list(more.aval(y).shape)})"
+                remedy = "give all data with the batch first, or use one micro-batch"
+                raise SoapjaxError(Problem(a.source or "train step", value, "as many samples of all that they meet", remedy))
 
 
 def _require_no_order(small: TracedStep, full: TracedStep, dims: Mapping[int, int], num: int) -> None:
