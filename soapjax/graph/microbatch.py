@@ -69,7 +69,8 @@ def micro_batch(graph: OperatorGraph, num: int) -> OperatorGraph:
         fits = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
         expected, remedy = f"a divisor of the batch ({whole})", f"choose one of {fits}"
         if whole == 1:
-            expected = "a batch that can be cut: nothing here has several samples at once (a loop over single samples has not)"
+            why = "a loop over single samples has not, and what a `while` or `cond` computes of all together is in one piece"
+            expected = f"a batch that can be cut: nothing here has several samples at once ({why})"
             remedy = "compute several at a time (jax.vmap, lax.map(..., batch_size=8)), or plan with the whole batch"
         raise SoapjaxError(Problem("microbatches", str(num), expected, remedy))
     if num == 1:
