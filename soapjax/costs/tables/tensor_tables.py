@@ -153,11 +153,14 @@ def _layouts(
     fixed = np.full((n, num_axes), REPLICATED, np.int8)
     trips, partial = np.ones(n, np.float32), np.zeros(n, bool)
     may_sum = (access_map == PARTIAL).any(1)
+    inputs = {i for i, x in enumerate(graph.tensors) if x.input_leaf >= 0}
+    begun = {e.source: users.writer[e.target] for e in graph.entries if e.source in inputs and e.target in users.writer}
     for i, tensor in enumerate(graph.tensors):
-        found = users.of(i)
-        if found:
-            # A gradient's first reader is what sums it up: the update, unless another task adds to it before.
-            reader[i] = found[0][1]
+        # A gradient's first reader is what sums it up: the update, unless another task adds to it before. Data that only begin a
+        # loop are laid out as it carries them on.
+        first = found[0][1] if (found := users.of(i)) else begun.get(i)
+        if first is not None:
+            reader[i] = first
         if i in users.by_parameter:
             source[i], slot[i] = FROM_STORAGE, users.num_u + users.by_parameter[i]
         elif i in users.writer:
@@ -166,10 +169,10 @@ def _layouts(
             partial[i] = may_sum[users.writer[i]]
         elif tensor.input_leaf in space.fixed_layouts:
             source[i], fixed[i] = FROM_FIXED, space.fixed_layouts[tensor.input_leaf]
-        elif tensor.input_leaf in paired or not found:
+        elif tensor.input_leaf in paired or first is None:
             source[i] = FROM_FIXED
         else:
-            source[i], slot[i] = FROM_READER, found[0][1]
+            source[i], slot[i] = FROM_READER, first
     for chain in graph.accumulations:
         layout = users.writer[chain.layout_of]
         for i in (*chain.running, chain.total):  # added up in the summands' layout; the total leaves it

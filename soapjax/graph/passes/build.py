@@ -298,6 +298,8 @@ class _Builder:
             if init is None or init.root in self.generated or init.root in self.values.carries:
                 continue
             source = self.values.tensor(carry.init)
+            if source.root in self.step.program.inputs and target.root in self.tensors.of_root:
+                self.tensors.index(source.root)  # data that only begin a loop: nothing else reads them
             if target.root in self.tensors.of_root and source.root in self.tensors.of_root and target.root != source.root:
                 entries.append(LoopEntry(self.tensors.of_root[source.root], self.tensors.of_root[target.root]))
         return entries
