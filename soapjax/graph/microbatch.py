@@ -33,13 +33,19 @@ def data_sizes(graph: OperatorGraph) -> dict[int, int]:
     """The inputs (tensors) that hold data, and how many samples: what is no state, and has a sample dim."""
     state = {leaf for p in graph.parameters for leaf in (p.leaf, *p.state_leaves)} | {leaf for leaf, _ in graph.state_pairs}
     others = {i for i, t in enumerate(graph.tensors) if t.input_leaf >= 0 and t.input_leaf not in state}
-    sizes = {}
+    begun_by, sizes = _begun_by(graph), dict[int, int]()
     for task in graph.tasks:
         dims = graph.operators[task.operator].dims
         for access in task.reads if task.parameter < 0 else ():
-            if access.tensor in others and (of := [dims[d] for d in access.dims if d != NOT_SPLIT and dims[d].kind == "S"]):
-                sizes[access.tensor] = of[0].size
+            tensor = begun_by.get(access.tensor, access.tensor)
+            if tensor in others and (of := [dims[d] for d in access.dims if d != NOT_SPLIT and dims[d].kind == "S"]):
+                sizes[tensor] = of[0].size
     return sizes
+
+
+def _begun_by(graph: OperatorGraph) -> dict[int, int]:
+    """What a loop carries -> the input that it begins with."""
+    return {e.target: e.source for e in graph.entries if graph.tensors[e.source].input_leaf >= 0}
 
 
 def require_phases(graph: OperatorGraph, lines: str = "") -> None:
@@ -75,15 +81,16 @@ def micro_batch(graph: OperatorGraph, num: int) -> OperatorGraph:
         raise SoapjaxError(Problem("microbatches", str(num), expected, remedy))
     if num == 1:
         return graph
-    is_sample = _of_batch(graph)
+    is_sample, begun_by = _of_batch(graph), _begun_by(graph)
     shapes = [list(t.shape) for t in graph.tensors]
     shrunk: set[tuple[int, int]] = set()
 
     def shrink(n: int, access: Access) -> None:
         for d, dim in enumerate(access.dims):
-            if dim != NOT_SPLIT and is_sample[n][dim] and (access.tensor, d) not in shrunk:
-                shrunk.add((access.tensor, d))
-                shapes[access.tensor][d] //= num
+            for tensor in {access.tensor, begun_by.get(access.tensor, access.tensor)}:
+                if dim != NOT_SPLIT and is_sample[n][dim] and (tensor, d) not in shrunk:
+                    shrunk.add((tensor, d))
+                    shapes[tensor][d] //= num
 
     def share(n: int, dims: tuple[int, ...]) -> int:
         return num if any(d != NOT_SPLIT and is_sample[n][d] for d in dims) else 1

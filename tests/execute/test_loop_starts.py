@@ -11,6 +11,9 @@ from soapjax import SoapjaxError, soap_shard
 from soapjax.execute.compiled.inspection import inspect
 from soapjax.execute.compiled.traffic import compare_by_kind
 from soapjax.execute.spmd.planned_evaluator import bind_plan
+from soapjax.graph.microbatch import data_sizes, micro_batch
+from soapjax.graph.passes.build import build_graph
+from soapjax.graph.trace.tracing import trace
 
 
 def grown(w, x, target):
@@ -44,6 +47,9 @@ def test_they_are_split_as_the_loop_is(arrays):
 
 
 def test_they_are_the_batch_that_micro_batches_cut(arrays):
+    small, whole = (build_graph(trace(step, arrays[0], arrays[1][:n], arrays[2]))[0] for n in (4, 16))
+    assert data_sizes(whole) == {i: 16 for i, t in enumerate(whole.tensors) if t.input_leaf == whole.in_paths.index("x")}
+    assert [t.shape for t in micro_batch(whole, 4).tensors] == [t.shape for t in small.tensors]
     with pytest.raises(SoapjaxError, match=r"a divisor of the batch \(16\)"):
         soap_shard(step, planner="data_parallel", microbatches=5)(*arrays)
     cut = soap_shard(step, planner="data_parallel", microbatches=4)(*arrays)
