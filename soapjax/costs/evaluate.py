@@ -133,6 +133,8 @@ class Evaluator:
 
     def prepare(self) -> None:
         """Compiles, or loads, what is not there yet."""
+        if self.program.is_compiled:
+            return  # what it would be compiled for is large
         num_ops = self.tables.space.graph.num_operators
         none = np.full((1, num_ops, len(self.tables.links.axis_sizes)), REPLICATE, np.int8)
         strategies = self._lanes(none, np.zeros((1, num_ops), np.int8))

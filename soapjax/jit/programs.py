@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import jaxlib
+import numpy as np
 from jax.experimental import serialize_executable
 
 from soapjax.helpers.compiler_options import LEVEL, OLDER_EMITTERS, compiled_with
@@ -63,6 +63,10 @@ class PlannerProgram:
         self._is_proven = False  # that it runs: of what was read from disk, only a call tells
         self.took_s = 0.0  # to trace and to compile, or to load: without what other threads traced meanwhile
         self._lock = threading.Lock()
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._compiled is not None
 
     def prepare(self, *args: Any) -> None:
         """Compiles for arguments like these: arrays or `jax.ShapeDtypeStruct`s."""
@@ -130,7 +134,7 @@ class PlannerProgram:
 
     def _copied(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """With a copy of what a call takes away: what does not run is called again."""
-        return tuple(jax.tree.map(jnp.copy, x) if i == self._over else x for i, x in enumerate(args))
+        return tuple(jax.tree.map(np.array, x) if i == self._over else x for i, x in enumerate(args))
 
 
 def _narrowed(args: Any) -> Any:

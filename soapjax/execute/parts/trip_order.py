@@ -7,8 +7,7 @@ import graphlib
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
+import scipy
 
 from soapjax.execute.parts.trip_families import Family
 from soapjax.graph.trace.program import Atom, FlatEqn
@@ -73,8 +72,8 @@ class TripOrder:
     def _times(self) -> list[int]:
         num = len(self.families) + len(self.singles)
         pairs = list(self.edges)
-        matrix = coo_array((np.ones(len(pairs)), ([a for a, _ in pairs], [b for _, b in pairs])), shape=(num, num))
-        _, of = connected_components(matrix, directed=True, connection="strong")
+        matrix = scipy.sparse.coo_array((np.ones(len(pairs)), ([a for a, _ in pairs], [b for _, b in pairs])), shape=(num, num))
+        _, of = scipy.sparse.csgraph.connected_components(matrix, directed=True, connection="strong")
         members: dict[int, list[int]] = collections.defaultdict(list)
         for node, c in enumerate(of.tolist()):
             members[c].append(node)
