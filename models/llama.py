@@ -18,7 +18,7 @@ import numpy as np
 from flax import linen as nn
 
 from . import text
-from .training import TrainStep, build_step, cross_entropy, get_dtype, get_optimizer, initial_state
+from .training import TrainStep, build_step, cross_entropy, get_dtype, get_optimizer, initial_state, run_once
 from .transformer_lm import MASKED
 
 PAPER = dict(layers=32, width=4096, hidden=11008, heads=32, vocab=32_000, seq=2048, batch=128, dtype="bfloat16")
@@ -137,6 +137,8 @@ def make(
         inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
         return cross_entropy(model.apply({"params": params}, inputs), targets), {}
 
-    params = jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, seq), jnp.int32))["params"]
+    def begin(key):
+        return initial_state(model.init(key, jnp.zeros((1, seq), jnp.int32))["params"], transform)
+
     example = next(batches(batch=batch, seq=seq, vocab=vocab, seed=seed))
-    return build_step(loss_fn, transform), initial_state(params, transform), example
+    return build_step(loss_fn, transform), run_once(begin, jax.random.key(seed)), example

@@ -57,11 +57,16 @@ def initial_state(params: Tree, optimizer: optax.GradientTransformation, *, drop
     return state
 
 
+def run_once(fn: Callable[..., Any], *args: Any) -> Any:
+    """``fn(*args)`` as one program, compiled with little optimisation: it runs once, and compiling is all that takes time."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
+        return fn(*args)  # abstractly there is nothing to compile
+    return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})(*args)
+
+
 def initialize(model: nn.Module, keys: Any, *example: jax.Array) -> dict:
-    """``model.init``, compiled with little optimisation: it runs once, and compiling is all that takes time."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((keys, example))):
-        return model.init(keys, *example)  # abstractly there is nothing to compile
-    return jax.jit(model.init, compiler_options={"xla_backend_optimization_level": 0})(keys, *example)
+    """``model.init``, compiled."""
+    return run_once(model.init, keys, *example)
 
 
 def step_key(state: dict) -> jax.Array:
@@ -107,10 +112,13 @@ def classifier_of_features(
         logits = model.apply({"params": params}, batch["features"])
         return cross_entropy(logits, batch["label"]), {}
 
-    init_key, feature_key, label_key = jax.random.split(jax.random.key(seed), 3)
-    params = jax.jit(model.init)(init_key, jnp.zeros((1, features), jnp.float32))["params"]
-    example = {
-        "features": jax.random.normal(feature_key, (batch, features), jnp.float32),
-        "label": jax.random.randint(label_key, (batch,), 0, classes, jnp.int32),
-    }
-    return build_step(loss_fn, optimizer), initial_state(params, optimizer), example
+    def begin(key):
+        init_key, feature_key, label_key = jax.random.split(key, 3)
+        params = model.init(init_key, jnp.zeros((1, features), jnp.float32))["params"]
+        example = {
+            "features": jax.random.normal(feature_key, (batch, features), jnp.float32),
+            "label": jax.random.randint(label_key, (batch,), 0, classes, jnp.int32),
+        }
+        return initial_state(params, optimizer), example
+
+    return build_step(loss_fn, optimizer), *run_once(begin, jax.random.key(seed))

@@ -25,7 +25,7 @@ import numpy as np
 from flax import linen as nn
 
 from . import text
-from .training import TrainStep, build_step, cross_entropy, get_dtype, get_optimizer, initial_state, step_key
+from .training import TrainStep, build_step, cross_entropy, get_dtype, get_optimizer, initial_state, run_once, step_key
 
 MASKED = -1e30  # finite: a row that is masked everywhere gives a uniform softmax instead of nan
 
@@ -216,6 +216,10 @@ def make(
 
     params_key, dropout_key = jax.random.split(jax.random.key(seed))
     keys = {"params": params_key, "dropout": dropout_key}
-    params = jax.jit(model.init)(keys, jnp.zeros((1, seq), jnp.int32))["params"]
-    state = initial_state(params, transform, dropout_seed=seed + 1 if drops else None)
+
+    def begin(keys):
+        params = model.init(keys, jnp.zeros((1, seq), jnp.int32))["params"]
+        return initial_state(params, transform, dropout_seed=seed + 1 if drops else None)
+
+    state = run_once(begin, keys)
     return build_step(loss_fn, transform), state, next(batches(batch=batch, seq=seq, vocab=vocab, seed=seed))
