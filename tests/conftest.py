@@ -38,12 +38,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.environ
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Most programs here run once or twice: compiling is all that takes time. Processes that a test starts do likewise.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # of a program only its operations' names are read, not where it was traced
 QUICKLY = ["--xla_cpu_parallel_codegen_split_count=1"]
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones end the process on a flag that they no longer have
     QUICKLY.append("--xla_cpu_use_fusion_emitters=false")  # a third less
 if "PYTEST_XDIST_WORKER" not in os.environ:  # many tests make the same programs: all workers share what one has compiled
     cache = folder_of_programs()
-    os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(cache / "jax"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
+    os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(cache / "jax"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5"}
     # Nothing of a test stays in the user's folders; processes that tests start load the planner's programs from here.
     os.environ["SOAPJAX_PROGRAM_CACHE"] = str(cache / "planner")
 flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
@@ -59,11 +60,17 @@ jax.config.update("jax_numpy_dtype_promotion", "standard")  # optax's do not wor
 hypothesis.settings.register_profile("untimed", deadline=None)  # the machine may have other work
 hypothesis.settings.load_profile("untimed")
 MOST_BYTES = 2 << 30
-gc.set_threshold(100_000, 10, 10)  # tracing makes many objects that stay
+gc.set_threshold(500_000, 10, 10)  # tracing makes many objects that stay
 
 
 def pytest_collection_finish():
     """What has been imported stays: no collection need go through it again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    """Likewise what is there at the end, of which pytest makes five collections."""
     gc.collect()
     gc.freeze()
 
