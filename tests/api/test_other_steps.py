@@ -1,6 +1,7 @@
 """Steps written for something else: evaluation, `jax.pmap`, a mesh of their own."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -32,9 +33,17 @@ class Net(nn.Module):
         return nn.Dense(4)(nn.relu(x))
 
 
-def new_state(model):
-    variables = model.init(jax.random.key(0), BATCH["x"])
-    return {"params": variables["params"], "stats": variables["batch_stats"], "opt_state": TX.init(variables["params"])}
+@functools.cache
+def begun():
+    def begin(key):
+        variables = Net().init(key, BATCH["x"])
+        return {"params": variables["params"], "stats": variables["batch_stats"], "opt_state": TX.init(variables["params"])}
+
+    return jax.tree.map(np.asarray, jax.jit(begin)(jax.random.key(0)))
+
+
+def new_state():
+    return jax.tree.map(jnp.array, begun())
 
 
 def train_step(model, axis_name=None):
@@ -62,17 +71,23 @@ def losses(f, state, count=3):
     return found, state
 
 
+@functools.cache
+def expected_losses():
+    """Of the plain step on one device, and its state afterwards."""
+    return losses(jax.jit(train_step(Net())), new_state())
+
+
 def test_a_pmap_step_is_that_over_the_whole_batch():
-    expected, state = losses(jax.jit(train_step(Net())), new_state(Net()))
+    expected, state = expected_losses()
     step = train_step(Net(axis_name="batch"), axis_name="batch")
     sharded = soap_shard(step, axis_name="batch", **FSDP)
-    found, new = losses(sharded, new_state(Net()))
+    found, new = losses(sharded, new_state())
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), new["stats"], state["stats"])
     # The batch is split, as without the collectives.
     assert sharded.plan.arguments["batch.x"].startswith("d0+d1+d2")
     with pytest.raises(SoapjaxError, match="pass axis_name='batch'") as error:
-        soap_shard(step, **FSDP)(new_state(Net()), BATCH)
+        soap_shard(step, **FSDP)(new_state(), BATCH)
     assert "test_other_steps.py:" in str(error.value) and isinstance(error.value.__cause__, NameError)
 
 
@@ -119,9 +134,9 @@ def test_who_asks_for_the_number_of_devices_under_an_axis_is_told(caplog):
 
 def test_an_axis_and_a_mesh_of_explicit_axes_go_together():
     step = train_step(Net(axis_name="batch"), axis_name="batch")
-    expected = losses(jax.jit(train_step(Net())), new_state(Net()))[0]
+    expected = expected_losses()[0]
     with jax.set_mesh(jax.make_mesh((8,), ("devices",), axis_types=(AxisType.Explicit,))):
-        found, _ = losses(soap_shard(step, axis_name="batch", **FSDP), new_state(Net()))
+        found, _ = losses(soap_shard(step, axis_name="batch", **FSDP), new_state())
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
@@ -187,8 +202,8 @@ def test_constraints_on_a_mesh_of_its_own_hold(sizes):
     """Its axes are products of the plan's, in order."""
     mesh = jax.make_mesh(sizes, ("data", "model")[: len(sizes)], axis_types=(AxisType.Auto,) * len(sizes))
     planned = soap_shard(constrained(train_step(Net()), mesh, P("data")), **FSDP)
-    found, _ = losses(planned, new_state(Net()))
-    np.testing.assert_allclose(found, losses(jax.jit(train_step(Net())), new_state(Net()))[0], rtol=1e-5)
+    found, _ = losses(planned, new_state())
+    np.testing.assert_allclose(found, expected_losses()[0], rtol=1e-5)
     (axes,) = [o.axes for o in planned.plan.operators.values() if o.kind == "constraint"]
     assert 2 ** sum(v != "replicate" for v in axes.values()) == sizes[0]
 
@@ -197,14 +212,14 @@ def test_constraints_on_another_mesh_can_be_left_out():
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
     step = constrained(train_step(Net()), mesh, P("data"))
     with pytest.raises(SoapjaxError, match=r"test_other_steps.py:\d+ in step.*'data' of size 4.*strip_constraints=True"):
-        soap_shard(step, **FSDP)(new_state(Net()), BATCH)
-    found, _ = losses(soap_shard(step, strip_constraints=True, **FSDP), new_state(Net()))
-    np.testing.assert_allclose(found, losses(jax.jit(train_step(Net())), new_state(Net()))[0], rtol=1e-5)
+        soap_shard(step, **FSDP)(new_state(), BATCH)
+    found, _ = losses(soap_shard(step, strip_constraints=True, **FSDP), new_state())
+    np.testing.assert_allclose(found, expected_losses()[0], rtol=1e-5)
 
 
 def test_an_evaluation_step_takes_the_training_state_as_it_lies():
     train = soap_shard(train_step(Net()), **FSDP)
-    state, _ = train(new_state(Net()), BATCH)
+    state, _ = train(new_state(), BATCH)
 
     def evaluate(state, batch):
         out, _ = Net().apply({"params": state["params"], "batch_stats": state["stats"]}, batch["x"], mutable=["batch_stats"])

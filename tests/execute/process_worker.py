@@ -26,7 +26,7 @@ NUM_STEPS = 3
 BOUND = 1e-5  # of a gradient's error relative to its norm
 FLOOR = 4 * float(np.finfo(np.float32).eps) / BOUND  # of the norm of all gradients: below it is rounding (a key's bias has none)
 MODELS = {
-    "mlp": (mlp, dict(batch=16, width=16, layers=4, features=8)),
+    "mlp": (mlp, dict(batch=16, width=16, layers=3, features=8)),
     "nmt": (nmt, dict(batch=8, seq=2, hidden=8, layers=1, vocab=32)),
     "scan": (transformer_lm, dict(batch=8, seq=4, width=8, layers=4, heads=1, vocab=16, scan=True)),
     "tied": (transformer_lm, dict(batch=8, seq=4, width=8, layers=1, heads=1, vocab=16, tie=True)),

@@ -11,7 +11,8 @@ import soapjax
 from models import mlp
 from soapjax.execute.compiled.pipeline_proof import verify_pipeline
 from soapjax.execute.compiled.stream_inspection import inspect_stream
-from soapjax.execute.streams.stage_programs import step_of_plan
+from soapjax.execute.parts.microbatches import micro_step
+from soapjax.execute.streams.stage_programs import MicroGraph, step_of_plan
 from soapjax.graph.passes.build import build_graph
 from soapjax.planning.pipelining.given_pipeline import pipelined
 from soapjax.planning.plan_files import recost
@@ -29,6 +30,18 @@ def step():
     return mlp.make(batch=16, width=WIDTH, layers=LAYERS, features=WIDTH, classes=8, dtype="bfloat16")
 
 
+@functools.cache
+def traced():
+    return soapjax.trace(*step())
+
+
+@functools.cache
+def of_micro():
+    """The step with one micro-batch: whatever the schedule, the same."""
+    micro = micro_step(*step(), num_microbatches=NUM, full=traced())
+    return MicroGraph(micro, *build_graph(micro.step))
+
+
 def topology(memory_bytes=None):
     """Two GPUs; of so much memory."""
     found = load_topology("a100x8")
@@ -41,7 +54,7 @@ def topology(memory_bytes=None):
 
 def chosen(schedule, memory_bytes=None):
     """Two stages of one device each: the problem, and the choice."""
-    graph = build_graph(soapjax.trace(*step()))[0]
+    graph = build_graph(traced())[0]
     problem = StageProblem(graph, topology(memory_bytes), num_stages=2, num_microbatches=NUM)
     middle = len(problem.forward) // 2
     again = (SCHEDULES[schedule],) * 2
@@ -71,7 +84,7 @@ def runs(schedule, **options):
     for keeps in (True, False):
         stages = tuple(s.model_copy(update={"keeps_casts": keeps}) for s in pipeline.stages)
         own = pipeline.model_copy(update={"stages": stages})
-        yield keeps, pipelined(*step(), pipeline=own, topology=problem.topology, **options).streamed
+        yield keeps, pipelined(*step(), pipeline=own, topology=problem.topology, of_micro=of_micro(), **options).streamed
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -107,14 +120,14 @@ def test_a_plan_file_says_so_and_is_proven():
     plan = Plan.loads(soapjax.plan_pipeline(*step(), **options)[0].dumps())
     assert all(s.keeps_casts for s in plan.pipeline.stages)
     of_before = plan.dumps().replace('"keeps_casts": true', '"keeps_casts": false')
-    assert recost(plan, soapjax.trace(*step())).prediction == plan.prediction
-    before = recost(Plan.loads(of_before), soapjax.trace(*step())).prediction
+    assert recost(plan, traced()).prediction == plan.prediction
+    before = recost(Plan.loads(of_before), traced()).prediction
     assert before.step_time_s > plan.prediction.step_time_s
     assert before.memory_bytes_per_device < plan.prediction.memory_bytes_per_device
 
     @functools.cache  # one step is inspected and run: its programs are compiled once
     def made(is_float64):
-        return step_of_plan(*step(), plan=plan, donate=False, is_float64=is_float64).streamed
+        return step_of_plan(*step(), plan=plan, donate=False, is_float64=is_float64, of_micro=of_micro()).streamed
 
     run = made(False)
     ops = inspect_stream(run.dispatches(), run.argument_structs()).ops

@@ -24,7 +24,7 @@ from soapjax.topology import load_topology
 
 
 def test_a_random_plan_with_a_random_choice_is_proven():
-    step, *arguments = mlp.make(batch=16, width=16, layers=6, classes=8, features=8)
+    step, *arguments = mlp.make(batch=16, width=16, layers=4, classes=8, features=8)
     traced, rng = trace(step, *arguments), np.random.default_rng(0)
     options = Recomputation(traced)
     names = [name for name in options.parts if rng.random() < 0.7]
@@ -52,7 +52,7 @@ def pipeline_of(arguments, schedule, stages, num):
 
 @pytest.mark.parametrize(("schedule", "stages", "num"), [("1f1b", 2, 2), ("zb-h1", 2, 4), ("1f1b", 1, 2)])
 def test_stages_that_recompute_are_proven(schedule, stages, num):
-    arguments = mlp.make(batch=24, width=24, layers=5, features=8, classes=4)
+    arguments = mlp.make(batch=24, width=24, layers=4, features=8, classes=4)
     plan = pipeline_of(arguments, schedule, stages, num)
 
     @functools.cache  # one step is inspected and run: its programs are compiled once

@@ -200,7 +200,7 @@ def test_a_pipeline_in_loops_is_the_same_without(schedule, how, monkeypatch):
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h1", marks=pytest.mark.slow)])
 def test_a_pipeline_in_loops_is_proven(schedule, short_loops):
-    step, args = transformer(6, checkpointed=True)
+    step, args = transformer(checkpointed=True)
     plan, planned = soapjax.plan_pipeline(step, *args, pipeline=schedule, stages=2, microbatches=4, proposals=10, topology=FOUR)
     leaves = planned.of_micro.micro.full.rows_of(jax.tree.leaves(args))
 

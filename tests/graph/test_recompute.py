@@ -43,6 +43,12 @@ def options_of(model, **changes):
     return Recomputation(trace(steps[0][0], *arguments))
 
 
+@functools.cache
+def step_with(options, names):
+    """The step that recomputes these: each, and its graph, is made once for all tests."""
+    return options.step(names)
+
+
 @pytest.fixture(params=MODELS)
 def options(request):
     return options_of(request.param)
@@ -52,13 +58,13 @@ def subsets(options, seed=0):
     """All that may be recomputed, and a random half of it."""
     names = sorted(options.offered)
     chosen = np.random.default_rng(seed).random(len(names)) < 0.5
-    return [names, [n for n, is_in in zip(names, chosen, strict=True) if is_in]]
+    return [tuple(names), tuple(n for n, is_in in zip(names, chosen, strict=True) if is_in)]
 
 
 def test_operators_are_those_of_the_step_whatever_is_recomputed(options):
     """So that a strategy of one is a strategy of all."""
     for chosen in subsets(options):
-        graph, _ = build_graph(options.step(chosen))
+        graph, _ = build_graph(step_with(options, chosen))
         wanted = [(op.name, op.kind, op.dims, op.parameters) for op in options.graph.operators]
         assert [(op.name, op.kind, op.dims, op.parameters) for op in graph.operators] == wanted
         assert graph.fingerprint() == options.graph.fingerprint()
@@ -69,7 +75,7 @@ def test_operators_are_those_of_the_step_whatever_is_recomputed(options):
 def test_what_is_recomputed_is_kept_by_nobody(options):
     """Of a chosen operator the backward pass reads only repetitions, but for what crosses from one segment to another."""
     for chosen in subsets(options):
-        kept, again = (build_graph(options.step(names))[0] for names in ([], chosen))
+        kept, again = (build_graph(step_with(options, names))[0] for names in ((), chosen))
         freed = {(name, t) for name in chosen for t in options.parts[name].tensors}
         values = {kept.tensors[t].value for _, t in freed}
         made_forward = {a.tensor for task in again.tasks if task.phase == FORWARD for a in task.writes}
@@ -92,7 +98,7 @@ def test_numbers_are_those_of_the_step(model):
 
 def test_repetitions_wait_for_a_cotangent_that_is_read_behind_the_barrier(options):
     """XLA takes out of a barrier what nobody reads; with the cotangent gone, it would compute all of it in the forward pass."""
-    program = options.step(options.offered).program
+    program = step_with(options, tuple(sorted(options.offered))).program
     phase_of = options._forward.phase_of
     made_backward = {o for e in options.traced.program.eqns if phase_of(e) == BACKWARD for o in e.outputs}
     read = [a for e in program.eqns for a in e.inputs if isinstance(a, int)]

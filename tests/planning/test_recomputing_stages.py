@@ -19,13 +19,13 @@ from soapjax.planning.request import PlanRequest
 from soapjax.strategy.plan import Plan
 
 ASKED = dict(pipeline="1f1b", stages=2, microbatches=4, proposals=8)
-USABLE_BYTES = 4_000_000_000  # two thirds of what the step needs where all is kept
+USABLE_BYTES = 2_950_000_000  # of 4.1 GB that the step needs where all is kept
 
 
 @pytest.fixture(scope="module")
 def step():
     made = []
-    sizes = dict(batch=64, seq=1024, width=1024, layers=6, heads=16, vocab=1024)
+    sizes = dict(batch=64, seq=1024, width=1024, layers=4, heads=16, vocab=1024)
     arguments = jax.eval_shape(lambda: made.append(transformer_lm.make(**sizes)) or made[0][1:])
     return jax.jit(made[0][0]), *arguments  # traced once for each size of its batch, however often it is planned
 
@@ -66,7 +66,7 @@ def test_it_fits_and_is_faster_than_whole_stages_again(plan_on, place, planned, 
 
 def test_equal_blocks_recompute_alike(planned):
     """But for the last segment, whose results are there when the backward pass begins."""
-    kinds = [{name.removeprefix(f"blk{k}/") for name in planned[0].recomputed if name.startswith(f"blk{k}/")} for k in range(5)]
+    kinds = [{name.removeprefix(f"blk{k}/") for name in planned[0].recomputed if name.startswith(f"blk{k}/")} for k in range(3)]
     assert kinds[0] and all(kind == kinds[0] for kind in kinds)
 
 
@@ -83,7 +83,7 @@ def test_where_all_fits_nothing_is_recomputed(plan_on):
 
 def test_what_fits_block_by_block_alone_is_found(plan_on, place, monkeypatch):
     """A stage that computes all of its own again holds all of it at once."""
-    less = dataclasses.replace(place.device, memory_bytes=int(0.917 * place.device.memory_bytes))
+    less = dataclasses.replace(place.device, memory_bytes=int(0.58 * place.device.memory_bytes))
     tight = dataclasses.replace(place, device=less)
     plan, _ = plan_on(tight)
     assert plan.recomputed and plan.prediction.feasible
