@@ -70,9 +70,8 @@ def pytest_collection_finish():
 
 
 def pytest_sessionfinish():
-    """Likewise what is there at the end, of which pytest makes five collections."""
-    gc.collect()
-    gc.freeze()
+    """Likewise what is there at the end, where pytest makes five of them."""
+    pytest_collection_finish()
 
 
 @pytest.fixture(autouse=True, scope="module")

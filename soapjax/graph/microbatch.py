@@ -33,7 +33,7 @@ def data_sizes(graph: OperatorGraph) -> dict[int, int]:
     """The inputs (tensors) that hold data, and how many samples: what is no state, and has a sample dim."""
     state = {leaf for p in graph.parameters for leaf in (p.leaf, *p.state_leaves)} | {leaf for leaf, _ in graph.state_pairs}
     others = {i for i, t in enumerate(graph.tensors) if t.input_leaf >= 0 and t.input_leaf not in state}
-    begun_by, sizes = _begun_by(graph), dict[int, int]()
+    begun_by, sizes = graph.begun_by, dict[int, int]()
     for task in graph.tasks:
         dims = graph.operators[task.operator].dims
         for access in task.reads if task.parameter < 0 else ():
@@ -41,11 +41,6 @@ def data_sizes(graph: OperatorGraph) -> dict[int, int]:
             if tensor in others and (of := [dims[d] for d in access.dims if d != NOT_SPLIT and dims[d].kind == "S"]):
                 sizes[tensor] = of[0].size
     return sizes
-
-
-def _begun_by(graph: OperatorGraph) -> dict[int, int]:
-    """What a loop carries -> the input that it begins with."""
-    return {e.target: e.source for e in graph.entries if graph.tensors[e.source].input_leaf >= 0}
 
 
 def require_phases(graph: OperatorGraph, lines: str = "") -> None:
@@ -81,7 +76,7 @@ def micro_batch(graph: OperatorGraph, num: int) -> OperatorGraph:
         raise SoapjaxError(Problem("microbatches", str(num), expected, remedy))
     if num == 1:
         return graph
-    is_sample, begun_by = _of_batch(graph), _begun_by(graph)
+    is_sample, begun_by = _of_batch(graph), graph.begun_by
     shapes = [list(t.shape) for t in graph.tensors]
     shrunk: set[tuple[int, int]] = set()
 

@@ -228,6 +228,11 @@ class OperatorGraph:
     def num_operators(self) -> int:
         return len(self.operators)
 
+    @property
+    def begun_by(self) -> dict[int, int]:
+        """What a loop carries (tensors) -> the input that it begins with."""
+        return {e.target: e.source for e in self.entries if self.tensors[e.source].input_leaf >= 0}
+
     def fingerprint(self) -> str:
         """sha256 over operators, shapes and edges: no jaxpr text, value ids or equation addresses in it.
 

@@ -153,8 +153,7 @@ def _layouts(
     fixed = np.full((n, num_axes), REPLICATED, np.int8)
     trips, partial = np.ones(n, np.float32), np.zeros(n, bool)
     may_sum = (access_map == PARTIAL).any(1)
-    inputs = {i for i, x in enumerate(graph.tensors) if x.input_leaf >= 0}
-    begun = {e.source: users.writer[e.target] for e in graph.entries if e.source in inputs and e.target in users.writer}
+    begun = {source: users.writer[target] for target, source in graph.begun_by.items() if target in users.writer}
     for i, tensor in enumerate(graph.tensors):
         # A gradient's first reader is what sums it up: the update, unless another task adds to it before. Data that only begin a
         # loop are laid out as it carries them on.

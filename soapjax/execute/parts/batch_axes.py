@@ -62,9 +62,7 @@ def second_dims(step: TracedStep, leaves: tuple[int, ...]) -> dict[int, int]:
     seconds = {s[1] for s in shapes.values() if len(s) > 1}
     if len(seconds) != 1 or (size := seconds.pop()) < 2:
         return {}
-    given = build_graph(step)[1].given
-    free = (i for i, v in enumerate(step.program.inputs) if i not in shapes and i not in step.state_pairs and v not in given)
-    rest = {i: step.in_avals[i].shape for i in free}
+    rest = _others(step, leaves)
     times = {s[0] + n for s in shapes.values() for n in (-1, 1)}
     found = {i: 1 for i, s in shapes.items() if len(s) > 1} | {i: 1 for i, s in rest.items() if s[1:2] == (size,) and s[0] in times}
     return found | {i: 0 for i, s in rest.items() if s[:1] == (size,)}
@@ -73,9 +71,15 @@ def second_dims(step: TracedStep, leaves: tuple[int, ...]) -> dict[int, int]:
 def behind_time(step: TracedStep, leaves: tuple[int, ...]) -> dict[int, int]:
     """By input leaf the second dim, of data beside `leaves` that begin with time although these begin with the batch: the states
     that a trajectory should go through, beside those where it begins."""
-    size, given = step.in_avals[leaves[0]].shape[0], build_graph(step)[1].given
+    size = step.in_avals[leaves[0]].shape[0]
+    return {i: 1 for i, s in _others(step, leaves).items() if s[1:2] == (size,)}
+
+
+def _others(step: TracedStep, leaves: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+    """Shapes of the data beside `leaves`: of input leaves that are neither state nor weights that are given."""
+    given = build_graph(step)[1].given
     rest = (i for i, v in enumerate(step.program.inputs) if i not in leaves and i not in step.state_pairs and v not in given)
-    return {i: 1 for i in rest if step.in_avals[i].shape[1:2] == (size,)}
+    return {i: step.in_avals[i].shape for i in rest}
 
 
 def joined(stacked: Any, dim: int) -> Any:

@@ -251,10 +251,10 @@ def _gradient_of(
 
     Also the sums on the way whose operands have another shape and come from the backward phase.
     """
-    found, sums = _followed(program, values, phase, inside, out, shape, lambda other: other == shape)
+    found, sums = _followed(program, values, phase, inside, out, shape, is_alike=lambda other: other == shape)
     if found is None and not sums:
         dims = _dims(shape)
-        found, _ = _followed(program, values, phase, inside, out, shape, lambda other: _dims(other) == dims)
+        found, _ = _followed(program, values, phase, inside, out, shape, is_alike=lambda other: _dims(other) == dims)
     return found, sums
 
 
