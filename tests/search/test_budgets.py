@@ -8,7 +8,7 @@ import pytest
 from problems import case
 
 from soapjax.planning import entry
-from soapjax.search.chain.compiling import COMPILING, chain_programs
+from soapjax.search.chain.compiling import COMPILING, OF_A_DESCENT, chain_programs
 from soapjax.search.chain.engine import Engine, engine_of
 from soapjax.search.chain.mcmc_planner import mcmc
 from soapjax.search.experts.baselines import BASELINES
@@ -75,7 +75,7 @@ def test_when_time_ends_a_planner_returns_what_it_has(problem, name, after, monk
 
 
 def test_a_search_too_short_to_compile_chains_compiles_none(problem, monkeypatch):
-    """It goes on with descents and perturbations to its end; with more time, or a number of proposals, chains are compiled."""
+    """It goes on with descents and perturbations to its end; so do few proposals; with more of them, chains are compiled."""
     prepared, prepare = [], Engine.prepare
     monkeypatch.setattr(Engine, "prepare", lambda self: prepared.append(self) or prepare(self))
     problem.simulator.prepare()
@@ -84,7 +84,9 @@ def test_a_search_too_short_to_compile_chains_compiles_none(problem, monkeypatch
     assert not prepared and short.stopped_by == "seconds" and short.num_proposals > 100
     start = min(run(jax.random.key(0), problem, Budget()).best.cost for run in BASELINES.values())
     assert short.best.is_feasible and short.best.cost < start
-    mcmc(jax.random.key(0), problem, Budget(seconds=20.0, num_proposals=300))
+    few = mcmc(jax.random.key(0), problem, Budget(seconds=20.0, num_proposals=300))
+    assert not prepared and few.num_proposals <= 300 and few.best.cost < start
+    mcmc(jax.random.key(0), problem, Budget(seconds=20.0, num_proposals=OF_A_DESCENT))
     assert len(prepared) == 1
 
 
@@ -107,7 +109,7 @@ def test_chains_are_compiled_beside_descents_or_after_them(problem, monkeypatch)
 
 
 @pytest.mark.parametrize("budget, latest", [
-    (Budget(), 0.0), (Budget(num_proposals=9, seconds=1.0), 0.0), (Budget(seconds=1e9), 0.7), (Budget(seconds=40.0), 0.45),
+    (Budget(), 0.0), (Budget(num_proposals=10**5, seconds=1.0), 0.0), (Budget(seconds=1e9), 0.7), (Budget(seconds=40.0), 0.45),
     (Budget(seconds=15.0), None),
 ])  # fmt: skip
 def test_chains_are_compiled_at_the_latest_when_they_still_have_their_share(problem, budget, latest, monkeypatch):

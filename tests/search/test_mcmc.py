@@ -153,6 +153,7 @@ def test_exchange_is_metropolis():
 
 
 def test_never_worse_than_baselines_and_deterministic(step_problem, monkeypatch):
+    monkeypatch.setattr("soapjax.search.chain.compiling.OF_A_DESCENT", 0)
     monkeypatch.setattr("soapjax.search.chain.descents.MAX_FAILED", 1)  # the chains have their turn
     walks = []
     walk = Engine.walk
@@ -191,6 +192,8 @@ def test_time_stops_the_same_sequence(step_problem, monkeypatch):
     It decides, and notes tell, whether the additive optimum is a start, and when perturbations had their share: neither is so here.
     """
     monkeypatch.setattr("soapjax.search.chain.descents.OF_SECONDS", (math.inf, math.inf))
+    monkeypatch.setattr("soapjax.search.chain.mcmc_planner.OF_A_DESCENT", 0)
+    monkeypatch.setattr("soapjax.search.chain.compiling.OF_A_DESCENT", 0)
     Engine(step_problem).prepare()
     key = jax.random.key(2)
     timed = mcmc(key, step_problem, Budget(seconds=1.0, random_start=True))

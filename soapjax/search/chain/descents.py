@@ -14,7 +14,7 @@ import numpy as np
 
 from soapjax.jit.array_types import Array
 from soapjax.jit.beside import Beside
-from soapjax.search.chain.compiling import CHAINS_FROM
+from soapjax.search.chain.compiling import CHAINS_FROM, OF_A_DESCENT
 from soapjax.search.chain.record import Record
 from soapjax.search.chain.starting_points import numpy_rng
 from soapjax.search.descent.assignments import Assignments
@@ -36,7 +36,6 @@ STARTING_DRAWS = 64  # of all axes ranked anew in the whole graph: the best of t
 # first. Where no chains walk, a rest is for the whole step after one with fewer blocks.
 OF_PROPOSALS, OF_SECONDS, ALONE = 0.3, (0.6, CHAINS_FROM), (0.8, 0.85)
 PERTURBED = 0.1  # behind that part of the proposals
-OF_A_DESCENT = 20_000
 IDLE, LITTLE = 0.25, 0.002  # of a number of proposals that made it no faster than that: perturbations end, where no chains follow
 WHOLE_AFTER_FEWER = 0.006  # of the budget: what the descent of the whole step may take after one with fewer blocks
 TIGHTENED = 0.05  # of the budget: what going on with less memory may take, where the whole step takes more

@@ -14,8 +14,8 @@ better for long starts again elsewhere. Costs are scaled by the best start, so t
 First the best of the baselines, a random start and the additive optimum (coarse_optimum.py), where it can be had in time, *descend*
 in moves of whole groups, and the best end is *perturbed* (descending.py). Meanwhile the chains' programs are compiled
 (compiling.py), where no problem of the same sizes has needed them before, and the chains walk when perturbations no longer help, or
-their share of the time is over (descents.py). A search too short for that compiles none, and goes on with perturbations; of a step
-of many equal blocks one by a number of proposals ends without.
+their share of the time is over (descents.py). A search too short for that, or of few proposals, compiles none, and goes on with
+perturbations; of a step of many equal blocks one by a number of proposals ends without.
 A space with pins is searched without them first: pins tell devices apart, and a simulation takes several times as long. Time is
 looked at between rounds only, so a run that time ended is replayed by its number of proposals, unless its notes say that time
 decided what was judged.
@@ -33,7 +33,7 @@ import numpy as np
 from soapjax.jit.array_types import Array
 from soapjax.jit.programs import threads
 from soapjax.search.chain.block_steps import Walker, exchange
-from soapjax.search.chain.compiling import chain_programs
+from soapjax.search.chain.compiling import OF_A_DESCENT, chain_programs
 from soapjax.search.chain.descents import WHOLE_AFTER_FEWER, Descents, SearchRun, with_fewer_blocks
 from soapjax.search.chain.engine import Engine, engine_of
 from soapjax.search.chain.later_start import additive_beside
@@ -84,6 +84,8 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
         elif stopped_by is None:
             programs.wait()
             stopped_by = _walked(rng_key, engine.relative_to(begun[0].cost), begun, record, pool)
+            if record.limit is None and record.done < OF_A_DESCENT:  # asked for by number, so few would have had no chains
+                record.time_decides()
     except KeyboardInterrupt:
         stopped_by = "interrupted"
     finally:
