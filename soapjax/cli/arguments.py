@@ -8,6 +8,18 @@ from typing import Annotated, Any
 
 import tyro
 
+# What several commands take.
+Repeated = tyro.conf.UseAppendAction[list[str]]
+Json = Annotated[bool, tyro.conf.arg(help="Print one JSON object on standard output.")]
+PlanFile = Annotated[tyro.conf.Positional[str], tyro.conf.arg(help="A plan file.")]
+PlannedFor = Annotated[str | None, tyro.conf.arg(help="Refuse the plan unless it is for this topology.")]
+Factory = Annotated[tyro.conf.Positional[str], tyro.conf.arg(help="package.module (its `make`) or package.module:factory.")]
+Settings = Annotated[Repeated, tyro.conf.arg(help="A setting of the model, key=value; repeat for more.")]
+Unroll = Annotated[bool, tyro.conf.arg(help="Plan every step of a scan on its own.")]
+OF_AXES = "An axis over which the step's own collectives go, as of jax.pmap: its one member is the whole batch. Repeat for more."
+AxisName = Annotated[Repeated, tyro.conf.arg(help=OF_AXES)]
+StripConstraints = Annotated[bool, tyro.conf.arg(help="Leave the step's own sharding constraints out.")]
+
 
 @dataclasses.dataclass
 class PlanCommand:
@@ -28,14 +40,12 @@ class PlanCommand:
     Example:  soapjax plan soapjax.models.vgg --topology p100x16 --objective mdpe --max-bytes 200MB --max-memory 4GB --pareto
     """
 
-    model: Annotated[str, tyro.conf.Positional]
-    """package.module (its `make`) or package.module:factory."""
+    model: Factory
     topology: str = "local"
     """A TOML file, "local", or a shipped name such as a100x64 (`soapjax topologies` lists them)."""
     hosts: str | None = None
     """Of a topology by node: how many. --topology dgx_a100 --hosts 64 is --topology 64xdgx_a100."""
-    set: tyro.conf.UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
-    """A setting of the model, key=value; repeat for more."""
+    set: Settings = dataclasses.field(default_factory=list)
     planner: str = "mcmc"
     """mcmc, mcmc_paper, data_parallel, fsdp, tensor_parallel, expert_cnn, optcnn, ilp or exhaustive; with --space paper also
     single_device, model_parallel, layered_expert, expert_rnn, reinforce, hierarchical and trinity."""
@@ -67,15 +77,12 @@ class PlanCommand:
     """End the search after so many proposals."""
     output: Annotated[str | None, tyro.conf.arg(aliases=["-o"])] = None
     """Where to write the plan."""
-    unroll: bool = False
-    """Plan every step of a scan on its own."""
-    axis_name: tyro.conf.UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
-    """An axis over which the step's own collectives go, as of jax.pmap: its one member is the whole batch. Repeat for more."""
-    strip_constraints: bool = False
-    """Leave the step's own sharding constraints out."""
-    fix: tyro.conf.UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
+    unroll: Unroll = False
+    axis_name: AxisName = dataclasses.field(default_factory=list)
+    strip_constraints: StripConstraints = False
+    fix: Repeated = dataclasses.field(default_factory=list)
     """A layout that the plan must keep, path=spec as plan files have them: state.params.head.kernel="-, d1+d2". Repeat for more."""
-    axis_rule: tyro.conf.UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
+    axis_rule: Repeated = dataclasses.field(default_factory=list)
     """Mesh axes of a logical name in Flax's partitioning metadata, name=axes: mlp=d1+d2, or embed= for none. Repeat for more."""
     profile: str | None = None
     """Cost with measurements: a file of `soapjax profile`, or "auto": all in the cache that fit."""
@@ -90,8 +97,7 @@ class PlanCommand:
     devices, whatever the topology; others as for `soapjax verify`."""
     verify_top: int = 0
     """Run so many of the best strategies, and data parallelism, on the devices at hand, and take the measured best."""
-    json: bool = False
-    """Print one JSON object on standard output."""
+    json: Json = False
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -100,7 +106,7 @@ class StepOptions:
 
     model: str | None = None
     """The plan's step: package.module (its `make`) or package.module:factory."""
-    set: tyro.conf.UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
+    set: Repeated = dataclasses.field(default_factory=list)
     """A setting of --model, key=value; repeat for more."""
     trust: bool = False
     """Import and call what the plan names as its step. Only for plans whose writer you trust."""
@@ -115,14 +121,11 @@ class SimulateCommand(StepOptions):
     Example:  soapjax simulate plan.json --trace trace.json    (open it at https://ui.perfetto.dev)
     """
 
-    plan: Annotated[str, tyro.conf.Positional]
-    """A plan file."""
-    topology: str | None = None
-    """Refuse the plan unless it is for this topology."""
+    plan: PlanFile
+    topology: PlannedFor = None
     trace: str | None = None
     """Where to write the simulated timeline, for Perfetto: a track per device and link."""
-    json: bool = False
-    """Print one JSON object on standard output."""
+    json: Json = False
 
 
 @dataclasses.dataclass
@@ -136,14 +139,12 @@ class ExplainCommand:
     Example:  soapjax explain plan.json --plan-only    (as written: no critical path, no neighbours)
     """
 
-    plan: Annotated[str, tyro.conf.Positional]
-    """A plan file."""
+    plan: PlanFile
     operator: Annotated[str | None, tyro.conf.Positional] = None
     """The name of an operator, or a part of it that no other has: every other choice for it is simulated."""
     plan_only: bool = False
     """Predict nothing anew: say what is written in the file."""
-    json: bool = False
-    """Print one JSON object on standard output."""
+    json: Json = False
 
 
 @dataclasses.dataclass
@@ -161,8 +162,7 @@ class DiffCommand:
     """Another one."""
     plan_only: bool = False
     """Predict nothing anew: say what is written in the files."""
-    json: bool = False
-    """Print one JSON object on standard output."""
+    json: Json = False
 
 
 @dataclasses.dataclass
@@ -174,14 +174,12 @@ class ReportCommand:
     Example:  soapjax report plan.json -o report.html --plan-only    (without timeline and memory over the step)
     """
 
-    plan: Annotated[str, tyro.conf.Positional]
-    """A plan file."""
+    plan: PlanFile
     output: Annotated[str, tyro.conf.arg(aliases=["-o"])] = "report.html"
     """Where to write the page."""
     plan_only: bool = False
     """Predict nothing anew: show what is written in the file."""
-    json: bool = False
-    """Print one JSON object on standard output."""
+    json: Json = False
 
 
 @dataclasses.dataclass
@@ -191,12 +189,10 @@ class RunCommand(StepOptions):
     Example:  soapjax run plan.json --model soapjax.models.mlp --steps 20
     """
 
-    plan: Annotated[str, tyro.conf.Positional]
-    """A plan file."""
+    plan: PlanFile
     steps: int = 10
     """Training steps."""
-    json: bool = False
-    """Print one JSON object on standard output."""
+    json: Json = False
 
 
 @dataclasses.dataclass
@@ -208,15 +204,12 @@ class VerifyCommand(StepOptions):
     Example:  soapjax verify plan.json --trust --target cuda --topology a100x64
     """
 
-    plan: Annotated[str, tyro.conf.Positional]
-    """A plan file."""
+    plan: PlanFile
     target: str = "local"
     """What to compile for: local (the devices at hand, or fake ones), cpu (fake devices), cuda (the topology's GPU, which
     need not be there: only the compiled program is checked), or a GPU by name: v100, a100, h100, h200."""
-    topology: str | None = None
-    """Refuse the plan unless it is for this topology."""
-    json: bool = False
-    """Print one JSON object on standard output."""
+    topology: PlannedFor = None
+    json: Json = False
 
 
 @dataclasses.dataclass
@@ -230,30 +223,24 @@ class ProfileCommand:
     Example:  soapjax profile soapjax.models.vgg --topology local --microbatches 4 8
     """
 
-    model: Annotated[str, tyro.conf.Positional]
-    """package.module (its `make`) or package.module:factory."""
+    model: Factory
     topology: str = "local"
     """What is planned for: a TOML file, "local", or a shipped name. One of its devices must be at hand."""
     hosts: str | None = None
     """Of a topology by node: how many."""
-    set: tyro.conf.UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
-    """A setting of the model, key=value; repeat for more."""
+    set: Settings = dataclasses.field(default_factory=list)
     seconds: float = 60.0
     """End the measuring after this time, the smallest contributors left out."""
     search: bool = True
     """Also measure what a short search asks for, beside the baselines."""
     microbatches: tuple[int, ...] = ()
     """Also measure what a stage of a pipeline does of the batch in so many parts: one number or more."""
-    unroll: bool = False
-    """Plan every step of a scan on its own."""
-    axis_name: tyro.conf.UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
-    """An axis over which the step's own collectives go, as of jax.pmap: its one member is the whole batch. Repeat for more."""
-    strip_constraints: bool = False
-    """Leave the step's own sharding constraints out."""
+    unroll: Unroll = False
+    axis_name: AxisName = dataclasses.field(default_factory=list)
+    strip_constraints: StripConstraints = False
     output: Annotated[str | None, tyro.conf.arg(aliases=["-o"])] = None
     """A file; by default a new one in the cache (~/.cache/soapjax/profiles, or $SOAPJAX_CACHE/profiles)."""
-    json: bool = False
-    """Print one JSON object on standard output."""
+    json: Json = False
 
 
 @dataclasses.dataclass
@@ -271,8 +258,7 @@ class CalibrateCommand(StepOptions):
     """What the scalars are fitted beside: a profile file or "auto"; by default the plans' own measurements."""
     output: Annotated[str | None, tyro.conf.arg(aliases=["-o"])] = None
     """A file; by default a new one in the cache."""
-    json: bool = False
-    """Print one JSON object on standard output."""
+    json: Json = False
 
 
 @dataclasses.dataclass
@@ -286,8 +272,7 @@ class TopologiesCommand:
 
     names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Names or TOML files to tell everything about; none lists the shipped ones."""
-    json: bool = False
-    """Print one JSON object on standard output."""
+    json: Json = False
 
 
 @dataclasses.dataclass
@@ -299,8 +284,7 @@ class DemoCommand:
 
     steps: int = 20
     """Training steps."""
-    json: bool = False
-    """Print one JSON object on standard output."""
+    json: Json = False
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {
