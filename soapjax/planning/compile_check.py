@@ -28,7 +28,6 @@ from soapjax.strategy.plan import CompiledFigures, Plan
 from soapjax.strategy.plan_strategy import topology_of
 from soapjax.topology import DeviceKind, DeviceTopology
 
-CHECKS = ("none", "compile")
 ROUNDS = 6  # plans that are compiled, at most; of one program one more where none fits: what is predicted to take least
 MISSES, MISSED = 3, 0.02  # searches of stages that may find nothing under a limit, and by how much of it that falls then
 _LEAST = 1e-3  # of the device's memory, by which the limit falls at least: so every round is another plan

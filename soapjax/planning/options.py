@@ -25,18 +25,19 @@ from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf
 from soapjax.costs.measured.profile import Profile
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.parts.joinings import REDUCTIONS
-from soapjax.planning.compile_check import CHECKS
-from soapjax.planning.pipelining.pipelines import PIPELINES
 from soapjax.search.objective import OBJECTIVES, Objective, objective_problems
 from soapjax.search.planners import PLANNERS
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import Plan
+from soapjax.strategy.schedules import SCHEDULES
 from soapjax.strategy.space import SPACES
 from soapjax.topology import DeviceTopology
 from soapjax.topology.table_reader import shown
 
 MOST = 2**31 - 1  # of whole numbers: seeds and proposals are int32 in the search's programs
 MOST_SECONDS = 1e9
+PIPELINES = ("auto", *(name for name in SCHEDULES if name != "own"))
+CHECKS = ("none", "compile")
 
 
 def _plain(value: Any) -> Any:

@@ -20,6 +20,7 @@ from soapjax.graph.trace.tracing import trace
 from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.planning.pipelining.pipeline_files import pipeline_plan
 from soapjax.planning.pipelining.pipelines import find_pipeline
+from soapjax.planning.request import PlanRequest
 from soapjax.topology import load_topology
 
 
@@ -44,7 +45,8 @@ def pipeline_of(arguments, schedule, stages, num):
     traced, rng = trace(*arguments), np.random.default_rng(0)
     options, place = Recomputation(traced), load_topology("cpu8")
     graph, _ = build_graph(options.step([name for name in options.parts if rng.random() < 0.7]))
-    found = find_pipeline(graph, place, schedule=schedule, num_stages=stages, num_microbatches=num, proposals=10)
+    asked, _ = PlanRequest(topology=place, pipeline=schedule, stages=stages, microbatches=num).understood(arguments[0])
+    found = find_pipeline(graph, place, asked=asked, proposals=10)
     plan = pipeline_plan(graph, place, found.times)
     assert plan.recomputed == graph.recomputed != set()
     return plan

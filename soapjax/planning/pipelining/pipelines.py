@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from soapjax.costs.measured.profile import Profile
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.streams.stage_programs import MicroGraph
 from soapjax.graph.microbatch import sample_divisor
 from soapjax.graph.operators import OperatorGraph
 from soapjax.planning.pipelining.stage_baselines import whole_baselines
 from soapjax.planning.pipelining.stage_times import StageTimes, simulated_stages
+from soapjax.planning.request import Understood
 from soapjax.search.front import Front, FrontPoint
-from soapjax.search.objective import LEAST_VIOLATING, TIME, Objective
+from soapjax.search.objective import LEAST_VIOLATING
 from soapjax.search.stages.choices import Choice, Priced
 from soapjax.search.stages.joint_search import search_stages
 from soapjax.search.stages.pipedream_stages import Memory, pipedream
@@ -25,12 +25,11 @@ from soapjax.search.stages.stage_loads import stage_of_operators
 from soapjax.search.stages.stage_problem import SYNCHRONOUS, StageProblem
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.layout import Spec
-from soapjax.strategy.pipeline import Pipeline, ScheduleName, Stage
+from soapjax.strategy.pipeline import Pipeline, Stage
 from soapjax.strategy.plan import Provenance, StrategyFigures
 from soapjax.strategy.schedules import SCHEDULES
 from soapjax.topology import DeviceTopology
 
-PIPELINES = ("auto", *(name for name in SCHEDULES if name != "own"))
 NOT_EVEN = (
     "stages have unequal numbers of a loop's layers: its stacked arrays lie on the first, and rows go to and fro in every step"
 )
@@ -68,37 +67,37 @@ class FoundPipeline(NamedTuple):
 
 
 def find_pipeline(
-    graph: OperatorGraph, topology: DeviceTopology, *, schedule: ScheduleName | Literal["auto"], num_stages: int | None = None,
-    num_microbatches: int | None = None, seed: int = 0, proposals: int | None = None, seconds: float | None = None,
-    progress: Callable[[int, float, float], None] | None = None, profile: Profile | None = None, objective: Objective = TIME,
-    pareto: bool = False, slower_than_s: float = math.inf, share_if_bound: float = 1.0,
-    expert: str | None = None, fixed: Mapping[str, Spec] | None = None,
+    graph: OperatorGraph, topology: DeviceTopology, *, asked: Understood, proposals: int | None = None,
+    seconds: float | None = None, slower_than_s: float = math.inf, share_if_bound: float = 1.0,
+    fixed: Mapping[str, Spec] | None = None,
 ) -> FoundPipeline:  # fmt: skip
-    """The best pipeline of a schedule, or ("auto") of all synchronous ones, by an objective; `pareto` keeps the front.
+    """The best pipeline of the schedule that is asked for, or ("auto") of all synchronous ones.
 
     Args:
+      topology: that which was asked for, or with less memory.
+      proposals, seconds: of this search.
       share_if_bound: of the seconds, where memory binds (joint_search.py).
-      expert, fixed: as for `StageProblem`.
+      fixed: as for `StageProblem`.
     Raises: Beaten where the best is slower than `slower_than_s` by more than NEAR; SoapjaxError where none is possible, or none
       fits: the stage that is too large, and by how much; KeyboardInterrupt where Ctrl-C came before one was found that fits.
     """
-    if schedule not in PIPELINES:
-        raise SoapjaxError(Problem("pipeline", repr(schedule), " or ".join(PIPELINES), "choose one of these"))
+    schedule, objective = asked.pipeline, asked.objective
     if schedule != "auto" and not SCHEDULES[schedule].is_synchronous:
-        found = _found_pipedream(graph, topology, num_stages, num_microbatches, profile, objective)
-        found = found if pareto else found._replace(front=())
+        found = _found_pipedream(graph, topology, asked)
     else:
         until = math.inf if seconds is None else time.monotonic() + seconds
         again = schedule != "auto" and SCHEDULES[schedule].is_rematerialised
         problem = StageProblem(
             graph, topology, schedules=SYNCHRONOUS if schedule == "auto" else (schedule,),
-            num_stages=num_stages, num_microbatches=num_microbatches, always_rematerialise=again, profile=profile,
-            objective=objective, keeps_front=pareto or not objective.is_time, expert=expert, fixed=fixed,
+            num_stages=asked.num_stages, num_microbatches=asked.num_microbatches, always_rematerialise=again,
+            profile=asked.profile, objective=objective, keeps_front=asked.pareto or not objective.is_time, expert=asked.expert,
+            fixed=fixed,
         )  # fmt: skip
         searched_s = None if seconds is None else (1 - EXACT_SHARE) * seconds
         result = search_stages(
-            problem, seed=seed, num_proposals=proposals, seconds=searched_s, progress=progress, share_if_bound=share_if_bound
-        )
+            problem, seed=asked.seed, num_proposals=proposals, seconds=searched_s, progress=asked.progress,
+            share_if_bound=share_if_bound,
+        )  # fmt: skip
         is_slower = objective.is_time and result.best.cost > (1 + NEAR) * slower_than_s
         if is_slower and result.stopped_by != "interrupted":
             raise Beaten(result.best.choice.schedule, problem.figures(result.best), is_bound=result.is_bound)
@@ -118,7 +117,7 @@ def find_pipeline(
         if not problem.is_even(priced.choice):
             notes = (NOT_EVEN, *notes)
         notes = (problem.sentence(priced.choice), *notes)
-        front = points if pareto else ()
+        front = points if asked.pareto else ()
         found = FoundPipeline(graph, times, baselines, notes, *done, figures, front, priced.choice, result.is_bound)
     if not found.times.is_feasible:
         if found.stopped_by == "interrupted":  # a longer search might have found one that fits
@@ -179,32 +178,28 @@ def times_as_it_runs(problem: StageProblem, priced: Priced) -> StageTimes:
     return simulated_stages(problem.exact, pipeline, choice.bounds, strategies, limit_bytes)
 
 
-def _found_pipedream(
-    graph: OperatorGraph, topology: DeviceTopology, num_stages: int | None, num: int | None, profile: Profile | None,
-    objective: Objective,
-) -> FoundPipeline:  # fmt: skip
+def _found_pipedream(graph: OperatorGraph, topology: DeviceTopology, asked: Understood) -> FoundPipeline:
     begin = time.monotonic()
     front = Front(topology.device.usable_memory_bytes, lambda times: times.pipeline.model_dump_json())
-    times = _pipedream(graph, topology, num_stages, num, profile=profile, objective=objective, front=front)
-    figures = whole_baselines(StageProblem(graph, topology, profile=profile).loads)
+    times = _pipedream(graph, topology, asked, front)
+    figures = whole_baselines(StageProblem(graph, topology, profile=asked.profile).loads)
     baselines = {name: f.step_time_s for name, f in figures.items()}
-    points = tuple(p._replace(plan=p.plan.pipeline) for p in front.points())
+    points = tuple(p._replace(plan=p.plan.pipeline) for p in front.points()) if asked.pareto else ()
     done = 0, time.monotonic() - begin, "complete"
     return FoundPipeline(graph, times, baselines, (), *done, figures, points, times.pipeline)
 
 
-def _pipedream(
-    graph: OperatorGraph, topology: DeviceTopology, num_stages: int | None, num: int | None, *, profile: Profile | None,
-    objective: Objective, front: Front,
-) -> StageTimes:  # fmt: skip
-    """PipeDream's plan: each minibatch a `num`-th of the batch, stages replicated; of several numbers the fastest that fits."""
-    whole = sample_divisor(graph)
-    numbers = [num] if num is not None else [n for n in range(1, min(whole, MAX_ROUNDS) + 1) if whole % n == 0]
+def _pipedream(graph: OperatorGraph, topology: DeviceTopology, asked: Understood, front: Front) -> StageTimes:
+    """PipeDream's plan: each minibatch an `n`-th of the batch, stages replicated; of several numbers the fastest that fits."""
+    whole, num_stages = sample_divisor(graph), asked.num_stages
+    numbers = [asked.num_microbatches]
+    if asked.num_microbatches is None:
+        numbers = [n for n in range(1, min(whole, MAX_ROUNDS) + 1) if whole % n == 0]
     best: StageTimes | None = None
     problems: list[Problem] = []
     for n in numbers:
         problem = StageProblem(
-            graph, topology, schedules=("pipedream",), num_stages=num_stages, num_microbatches=n, profile=profile
+            graph, topology, schedules=("pipedream",), num_stages=num_stages, num_microbatches=n, profile=asked.profile
         )
         layers, marks = problem.layers(n)
         whole_load = problem.loads.load((0, len(problem.forward)), 0, 1, n, 0)
@@ -218,7 +213,7 @@ def _pipedream(
         pipeline = _replicated_pipeline(problem, bounds, [s.devices for s in found.stages], n)
         times = simulated_stages(problem.exact, pipeline, bounds, {})
         front.offer(times.scores(), [times])
-        if best is None or times.rank(objective) < best.rank(objective):
+        if best is None or times.rank(asked.objective) < best.rank(asked.objective):
             best = times
     if best is None:
         raise SoapjaxError(problems[:3])

@@ -38,7 +38,7 @@ Find = Callable[[TracedStep, float | None, float, float, float], FoundPipeline]
 def recomputation_of(asked: Understood, step: TracedStep, graph: OperatorGraph, topology: DeviceTopology) -> Recomputation | None:
     """The choice, where it is offered: not where the compiler takes barriers out, nor where every stage is to compute all again, or
     none waits for others, nor of an expert's."""
-    kind = None if asked.pipeline is None or asked.pipeline == "auto" else SCHEDULES[asked.pipeline]
+    kind = None if asked.pipeline == "auto" else SCHEDULES[asked.pipeline]
     is_plain = kind is None or (kind.is_synchronous and not kind.is_rematerialised)
     if not is_plain or not compiler_of(topology).keeps_barriers or graph.is_single_phase:
         return None

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.streams.stream_step import StreamStep
 from soapjax.graph.condensing import loops_over_layers, reads_rows
 from soapjax.graph.microbatch import require_phases
@@ -17,6 +18,7 @@ from soapjax.graph.trace.tracing import TracedStep, trace
 from soapjax.helpers.own_config import on_cpu, own_configuration
 from soapjax.planning.compile_check import PlannedStages, checked_stages, devices_to_compile_for
 from soapjax.planning.entry import given_arguments, require_operators, versions
+from soapjax.planning.options import PIPELINES
 from soapjax.planning.pipelining.given_pipeline import MOST_TASKS, planned_pipeline, require_runnable
 from soapjax.planning.pipelining.pipeline_files import pipeline_plan
 from soapjax.planning.pipelining.pipelines import FoundPipeline, find_pipeline, provenance_of
@@ -51,6 +53,8 @@ def plan_pipeline(fn: Callable[..., Any], *args: Any, pipeline: str, **options: 
 
     Raises: SoapjaxError for every input that does not fit, and where no pipeline fits into memory.
     """
+    if not isinstance(pipeline, str):
+        raise SoapjaxError(Problem("pipeline", repr(pipeline), " or ".join(PIPELINES), "choose one of these"))
     staged = plan_staged(PlanRequest(pipeline=pipeline, **options), fn, *args)
     return staged.plan, staged.found
 
@@ -137,10 +141,8 @@ class _Planning(NamedTuple):
         with on_cpu():
             graph = build_graph(step)[0]
             found = find_pipeline(
-                graph, topology, schedule=asked.pipeline, num_stages=asked.num_stages, num_microbatches=asked.num_microbatches,
-                seed=asked.seed, proposals=proposals, seconds=seconds, progress=asked.progress, profile=asked.profile,
-                objective=asked.objective, pareto=asked.pareto, slower_than_s=slower_than_s,
-                share_if_bound=if_bound, expert=asked.expert, fixed=self.fixed,
+                graph, topology, asked=asked, proposals=proposals, seconds=seconds, slower_than_s=slower_than_s,
+                share_if_bound=if_bound, fixed=self.fixed,
             )  # fmt: skip
         at_most = MOST_TASKS if self.is_asked_for else math.inf
         of_micro = require_runnable(
