@@ -17,14 +17,14 @@ from soapjax.costs.by_operator import owners
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.helpers.own_config import on_cpu
 from soapjax.planning.plan_files import Opened
-from soapjax.planning.timelines import TaskNames
+from soapjax.planning.timelines import pipeline_spans, program_path, program_spans
 from soapjax.report.explanation import Explanation, Neighbour, OperatorExplanation, PathPart, limit_lines, totals_of
 from soapjax.report.plan_tables import merged_name, meshes_of, short_storage, split_of
 from soapjax.search.experts.baselines import BASELINES
 from soapjax.search.problem import Budget, PlanningProblem
-from soapjax.simulate.critical_tasks import PathStep, critical_path, pipeline_path
+from soapjax.simulate.critical_tasks import pipeline_path
 from soapjax.simulate.schedule import COMPUTE, RESHARD, RESOLVE, SUM
-from soapjax.simulate.simulator import BATCH, occupied_by
+from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.plan import Plan
 from soapjax.strategy.plan_strategy import topology_of
@@ -53,23 +53,15 @@ def explain(plan: Plan, opened: Opened | None = None) -> Explanation:
 
 def _path(opened: Opened) -> list[tuple[str, str, float]]:
     """The critical path: (task, where it runs, seconds) each."""
-    topology, _ = topology_of(opened.plan)
-
-    def place(level: int) -> str:
-        return "compute" if level < 0 else f"{topology.levels[level].name} link"
-
     if opened.stages is not None:
-        tasks = opened.stages.timeline.tasks
-        return [(tasks[s.task].name, place(tasks[s.task].level), s.duration_s) for s in pipeline_path(tasks)]
-    names, schedule = TaskNames(opened.problem.simulator), opened.problem.simulator.schedule
-    steps = path_of(opened.problem, opened.strategy)
-    return [(names[s.task], place(int(schedule.level[s.task])), s.duration_s) for s in steps]
-
-
-def path_of(problem: PlanningProblem, strategy: Strategy) -> list[PathStep]:
-    """The critical path of a strategy, in tasks of the schedule."""
-    schedule, costs = problem.simulator.schedule, problem.simulator.costs(strategy)
-    return critical_path(schedule, schedule.durations(costs.durations), occupied_by(schedule, costs))
+        timeline = opened.stages.timeline
+        spans, steps = pipeline_spans(timeline, topology_of(opened.plan)[0]), pipeline_path(timeline.tasks)
+    else:
+        simulator, strategy = opened.problem.simulator, opened.strategy
+        spans = program_spans(simulator, strategy, simulator.timeline(strategy))
+        steps = program_path(simulator, strategy)
+    of_task = {span.task: span for span in spans}
+    return [(of_task[s.task].name, of_task[s.task].place, s.duration_s) for s in steps]
 
 
 def explain_operator(plan: Plan, name: str, opened: Opened | None = None, *, place: str = "OPERATOR") -> OperatorExplanation:
@@ -96,7 +88,7 @@ def explain_operator(plan: Plan, name: str, opened: Opened | None = None, *, pla
         neighbours, count = neighbours_of(plan, problem, strategy, n)
         (now,) = _titled(problem, [strategy], [("as planned", ())])
         owner = operator_of_scheduled(problem)
-        seconds = sum(s.duration_s for s in path_of(problem, strategy) if owner[s.task] == n)
+        seconds = sum(s.duration_s for s in program_path(problem.simulator, strategy) if owner[s.task] == n)
     return found._replace(seconds_on_path=seconds, neighbours=tuple(neighbours), num_neighbours=count, now=now)
 
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from soapjax.costs.memory.memory_over_time import memory_curve
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, PHASE_NAMES, UPDATE
-from soapjax.planning.timelines import TaskNames, devices_taking_part
+from soapjax.planning.timelines import Span, pipeline_spans, program_path, program_spans
 from soapjax.report.html import Extras, MemoryOverStep, TimelineView
-from soapjax.simulate.critical_tasks import critical_path, pipeline_path
-from soapjax.simulate.event import simulate
+from soapjax.simulate.critical_tasks import PathStep, pipeline_path
 from soapjax.simulate.pipeline_timeline import PipelineTimeline
-from soapjax.simulate.schedule import BARRIER, COMPUTE, RESHARD, RESOLVE, SUM
-from soapjax.simulate.simulator import Simulator, occupied_by
+from soapjax.simulate.schedule import COMPUTE, RESHARD, RESOLVE, SUM
+from soapjax.simulate.simulator import Simulator
 from soapjax.strategy.configs import Strategy
 from soapjax.topology import DeviceTopology
 
@@ -27,67 +26,51 @@ MOST_TRACKS = 64
 
 def extras_of(simulator: Simulator, strategy: Strategy) -> Extras:
     """Of a plan of one program, or of placed operators."""
-    schedule, tables, names = simulator.schedule, simulator.tables, TaskNames(simulator)
-    topology, costs = tables.topology, simulator.costs(strategy)
-    durations, occupies = schedule.durations(costs.durations), occupied_by(schedule, costs)
-    timeline = simulate(schedule, durations, occupies)
-    path = critical_path(schedule, durations, occupies)
-    on_path = {step.task for step in path}
-    takes_part = None if costs.holders is None else devices_taking_part(costs)
-    rows: list[tuple] = []
-    where: dict[str, float] = {}
+    schedule, tables, costs = simulator.schedule, simulator.tables, simulator.costs(strategy)
+    timeline = simulator.timeline(strategy)
+    spans = program_spans(simulator, strategy, timeline)
     start_of_task = np.zeros(tables.num_tasks)
-    for task, start_s, end_s in timeline.entries:
-        kind, source, level = (int(x[task]) for x in (schedule.kind, schedule.source, schedule.level))
-        if kind == BARRIER:
-            continue
+    kinds = []
+    for s in spans:
+        kind, source = int(schedule.kind[s.task]), int(schedule.source[s.task])
         if kind == COMPUTE:
-            start_of_task[source] = start_s
-        link = "" if level < 0 else f" {topology.levels[level].name} link"
-        if task in on_path:
-            place = link.strip() or "compute"
-            where[place] = where.get(place, 0.0) + (end_s - start_s)
-        devices = (None,) if takes_part is None else takes_part(kind, source)
-        span = KINDS[kind] if kind != COMPUTE else tables.graph.tasks[source].phase
-        rows += [(d, link, start_s, end_s - start_s, names[task], span, task in on_path) for d in devices]
-    every = topology.num_devices
-    note = f"All {every} devices do the same: one stands for all." if takes_part is None else f"{every} devices."
-    return Extras(
-        _timeline(rows, timeline.makespan_s, note), _memory(simulator, costs, start_of_task), edges_of(tables.graph),
-        tuple(sorted(where.items(), key=lambda x: -x[1])),
-    )  # fmt: skip
+            start_of_task[source] = s.start_s
+        kinds.append(KINDS[kind] if kind != COMPUTE else tables.graph.tasks[source].phase)
+    every = tables.topology.num_devices
+    note = f"All {every} devices do the same: one stands for all." if costs.holders is None else f"{every} devices."
+    view, where = _timeline(spans, kinds, program_path(simulator, strategy), timeline.makespan_s, note)
+    return Extras(view, _memory(simulator, costs, start_of_task), edges_of(tables.graph), where)
 
 
 def pipeline_extras(timeline: PipelineTimeline, topology: DeviceTopology, graph: OperatorGraph) -> Extras:
     """Of a pipeline: passes and transfers. What a stage's memory holds when is not simulated, its peak is in the plan."""
-    on_path = {step.task for step in pipeline_path(timeline.tasks)}
-    rows: list[tuple] = []
-    where: dict[str, float] = {}
-    for t, task in enumerate(timeline.tasks):
-        link = "" if task.level < 0 else f" {topology.levels[task.level].name} link"
-        if t in on_path:
-            place = link.strip() or "compute"
-            where[place] = where.get(place, 0.0) + task.duration_s
-        kinds = {"forward": FORWARD, "recompute": FORWARD, "backward": BACKWARD, "weights": BACKWARD}
-        kind = TRANSFER if link else kinds.get(task.name.split()[0], UPDATE)
-        rows += [(d, link, task.start_s, task.duration_s, task.name, kind, t in on_path) for d in sorted(set(task.devices))]
+    spans = pipeline_spans(timeline, topology)
+    phases = {"forward": FORWARD, "recompute": FORWARD, "backward": BACKWARD, "weights": BACKWARD}
+    kinds = [TRANSFER if s.link else phases.get(s.name.split()[0], UPDATE) for s in spans]
     note = f"{topology.num_devices} devices; a pass's own collectives are in its time."
-    path = tuple(sorted(where.items(), key=lambda x: -x[1]))
-    return Extras(_timeline(rows, timeline.makespan_s, note), None, edges_of(graph), path)
+    view, where = _timeline(spans, kinds, pipeline_path(timeline.tasks), timeline.makespan_s, note)
+    return Extras(view, None, edges_of(graph), where)
 
 
-def _timeline(rows: list[tuple], makespan_s: float, note: str) -> TimelineView:
-    """Rows of (device or None, link, start, duration, name, kind, on the critical path) as tracks; equal devices are one."""
+def _timeline(
+    spans: Sequence[Span], kinds: Sequence[int], path: Sequence[PathStep], makespan_s: float, note: str
+) -> tuple[TimelineView, tuple[tuple[str, float], ...]]:  # fmt: skip
+    """Spans as tracks, where equal devices are one; and the seconds of the critical path by place, most first."""
+    on_path = {step.task for step in path}
+    where: dict[str, float] = {}
     by_device: dict[int | None, list[tuple]] = {}
-    for device, *row in rows:
-        by_device.setdefault(device, []).append(tuple(row))
+    for s, kind in zip(spans, kinds, strict=True):
+        if s.task in on_path:
+            where[s.place] = where.get(s.place, 0.0) + s.duration_s
+        for device in s.devices:
+            by_device.setdefault(device, []).append((s.link, s.start_s, s.duration_s, s.name, kind, s.task in on_path))
     alike: dict[tuple, list[int | None]] = {}
     for device in sorted(by_device, key=lambda d: -1 if d is None else d):
         alike.setdefault(tuple(by_device[device]), []).append(device)
     unit_s = makespan_s / UNITS if makespan_s else 1.0
     names: dict[str, int] = {}
     tracks: list[str] = []
-    spans: list[tuple[int, int, int, int, int, int]] = []
+    shown_spans: list[tuple[int, int, int, int, int, int]] = []
     shown = 0
     for mine, devices in alike.items():
         links = sorted({row[0] for row in mine})
@@ -96,13 +79,14 @@ def _timeline(rows: list[tuple], makespan_s: float, note: str) -> TimelineView:
         shown += len(devices)
         title = "every device" if devices == [None] else f"device {_ranges(devices)}"
         track_of = {link: len(tracks) + i for i, link in enumerate(links)}
-        tracks += [f"{title}{link or ' computes'}" for link in links]
+        tracks += [f"{title} {link or 'computes'}" for link in links]
         for link, start_s, took_s, name, kind, critical in mine:
             at = (round(start_s / unit_s), max(round(took_s / unit_s), 1))
-            spans.append((track_of[link], *at, names.setdefault(name, len(names)), kind, int(critical)))
+            shown_spans.append((track_of[link], *at, names.setdefault(name, len(names)), kind, int(critical)))
     if shown < len(by_device):
         note += f" The first {shown} are shown."
-    return TimelineView(makespan_s, unit_s, tuple(tracks), tuple(names), tuple(spans), note)
+    view = TimelineView(makespan_s, unit_s, tuple(tracks), tuple(names), tuple(shown_spans), note)
+    return view, tuple(sorted(where.items(), key=lambda x: -x[1]))
 
 
 def _ranges(devices: Iterable[int]) -> str:

@@ -20,7 +20,7 @@ from soapjax.helpers.own_config import on_cpu
 from soapjax.planning.entry import plan_of_strategy
 from soapjax.planning.pipelining.pipeline_files import recost_pipeline
 from soapjax.planning.pipelining.stage_times import StageTimes
-from soapjax.planning.timelines import pipeline_events, spmd_events
+from soapjax.planning.timelines import pipeline_spans, program_spans, trace_of
 from soapjax.planning.user_shardings import check_constraints
 from soapjax.report.perfetto import TraceEvent
 from soapjax.search.problem import PlanningProblem
@@ -184,8 +184,9 @@ def _checked(
 
 def timeline_events(opened: Opened) -> list[TraceEvent]:
     """What runs when in the simulation of a plan: a track per device, and per device and level of links."""
+    topology, _ = topology_of(opened.plan)
+    if opened.stages is not None:
+        return trace_of(pipeline_spans(opened.stages.timeline, topology), topology)
     with on_cpu():
-        if opened.stages is not None:
-            topology, _ = topology_of(opened.plan)
-            return pipeline_events(opened.stages.timeline, topology)
-        return spmd_events(opened.problem.simulator, opened.strategy)
+        simulator, strategy = opened.problem.simulator, opened.strategy
+        return trace_of(program_spans(simulator, strategy, simulator.timeline(strategy)), topology)

@@ -1,59 +1,82 @@
-"""Simulated timelines as events on tracks, one per device and one per device and level of links (report/perfetto.py)."""
+"""Simulated steps as a reader sees them: what runs when, on which devices and links, by names; and what of it is critical."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
-from soapjax.costs.evaluate import Costs
 from soapjax.graph.passes.phases import PHASE_NAMES
 from soapjax.report.perfetto import TraceEvent
+from soapjax.simulate.critical_tasks import PathStep, critical_path
+from soapjax.simulate.event import Timeline
 from soapjax.simulate.pipeline_timeline import PipelineTimeline
 from soapjax.simulate.schedule import BARRIER, COMPUTE, KIND_NAMES, RESHARD, RESOLVE, SUM
-from soapjax.simulate.simulator import Simulator
+from soapjax.simulate.simulator import Simulator, occupied_by
 from soapjax.strategy.configs import Strategy
 from soapjax.topology import DeviceTopology
 
 
-def pipeline_events(timeline: PipelineTimeline, topology: DeviceTopology) -> list[TraceEvent]:
-    """A track per device, and per device and level of links."""
+class Span(NamedTuple):
+    """What runs in a simulated step."""
+
+    task: int  # of the schedule, or of the pipeline's timeline
+    name: str
+    devices: tuple[int | None, ...]  # None: all devices do the same
+    link: str  # that it occupies; "" where devices compute
+    start_s: float
+    duration_s: float
+
+    @property
+    def place(self) -> str:
+        return self.link or "compute"
+
+
+def pipeline_spans(timeline: PipelineTimeline, topology: DeviceTopology) -> list[Span]:
+    """Passes and transfers."""
+    return [
+        Span(i, t.name, tuple(sorted(set(t.devices))), _link(topology, t.level), t.start_s, t.duration_s)
+        for i, t in enumerate(timeline.tasks)
+    ]
+
+
+def program_spans(simulator: Simulator, strategy: Strategy, timeline: Timeline) -> list[Span]:
+    """Of a strategy of one program (or of pinned operators), by its timeline: on every device that takes part."""
+    schedule, costs, names = simulator.schedule, simulator.costs(strategy), _TaskNames(simulator)
+    holders = costs.holders
+    by_kind = {} if holders is None else {
+        COMPUTE: holders.compute, SUM: holders.sum, RESOLVE: holders.resolve, RESHARD: holders.reshard
+    }  # fmt: skip
+    found = []
+    for task, start_s, end_s in timeline.entries:
+        kind, source, level = (int(x[task]) for x in (schedule.kind, schedule.source, schedule.level))
+        if kind != BARRIER:
+            devices = tuple(np.flatnonzero(np.asarray(by_kind[kind])[source]).tolist()) if by_kind else (None,)
+            found.append(Span(task, names[task], devices, _link(simulator.tables.topology, level), start_s, end_s - start_s))
+    return found
+
+
+def _link(topology: DeviceTopology, level: int) -> str:
+    return "" if level < 0 else f"{topology.levels[level].name} link"
+
+
+def trace_of(spans: Iterable[Span], topology: DeviceTopology) -> list[TraceEvent]:
+    """Events on a track per device, and per device and level of links."""
     events = []
-    for t in timeline.tasks:
-        link = "" if t.level < 0 else f" {topology.levels[t.level].name} link"
-        events += [TraceEvent(t.name, f"device {d}{link}", t.start_s, t.duration_s) for d in sorted(set(t.devices))]
+    for s in spans:
+        for d in range(topology.num_devices) if s.devices == (None,) else s.devices:
+            events.append(TraceEvent(s.name, f"device {d} {s.link}".rstrip(), s.start_s, s.duration_s))
     return events
 
 
-def spmd_events(simulator: Simulator, strategy: Strategy) -> list[TraceEvent]:
-    """The timeline of a plan of one program (or of pinned operators): on every device that takes part."""
-    schedule, topology = simulator.schedule, simulator.tables.topology
-    costs, names = simulator.costs(strategy), TaskNames(simulator)
-    takes_part = None if costs.holders is None else devices_taking_part(costs)
-    events = []
-    for entry in simulator.timeline(strategy).entries:
-        kind, source, level = (int(x[entry.task]) for x in (schedule.kind, schedule.source, schedule.level))
-        if kind == BARRIER:
-            continue
-        link = "" if level < 0 else f" {topology.levels[level].name} link"
-        devices = range(topology.num_devices) if takes_part is None else takes_part(kind, source)
-        name, duration_s = names[entry.task], entry.end_time - entry.start_time
-        events += [TraceEvent(name, f"device {d}{link}", entry.start_time, duration_s) for d in devices]
-    return events
+def program_path(simulator: Simulator, strategy: Strategy) -> list[PathStep]:
+    """The critical path of a strategy, in tasks of the schedule."""
+    schedule, costs = simulator.schedule, simulator.costs(strategy)
+    return critical_path(schedule, schedule.durations(costs.durations), occupied_by(schedule, costs))
 
 
-def devices_taking_part(costs: Costs) -> Callable[[int, int], list[int]]:
-    """(kind, source) -> devices that take part, where pins tell devices apart."""
-    found = costs.holders
-    by_kind = {COMPUTE: found.compute, SUM: found.sum, RESOLVE: found.resolve, RESHARD: found.reshard}
-
-    def devices(kind: int, source: int) -> list[int]:
-        return np.flatnonzero(np.asarray(by_kind[kind])[source]).tolist()
-
-    return devices
-
-
-class TaskNames:
+class _TaskNames:
     """What a person calls the scheduled tasks: `names[task]`."""
 
     def __init__(self, simulator: Simulator):
