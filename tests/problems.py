@@ -162,6 +162,11 @@ def topology_of(name: str) -> DeviceTopology:
     return dataclasses.replace(base, name=name, levels=levels)
 
 
+def total_flops(graph: OperatorGraph) -> float:
+    """FLOPs of one step on one device, loops counted with their trips."""
+    return float(np.sum([w.flops * t.trip_count for t in graph.tasks for w in t.work]))
+
+
 @functools.cache
 def case(model: str, topology: str) -> Case:
     return case_with(model, topology)

@@ -159,9 +159,6 @@ class SearchSpace:
                     if self.divides(n, found[:-1]):
                         yield tuple(found[:-1]), found[-1]
 
-    def num_configs(self, n: int) -> int:
-        return sum(1 for _ in self.configs(n))
-
     def divides(self, n: int, values: Sequence[int]) -> bool:
         """Whether the degrees of an axis assignment of operator `n` divide its dims."""
         split: dict[int, int] = {}

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from problems import total_flops
 
 from models import alexnet, lenet, mlp, moe, resnet, rnnlm, transformer_lm, transformer_nnx
-from soapjax.graph.passes.build import build_graph, total_flops
+from soapjax.graph.passes.build import build_graph
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE, is_recompute, module_path, value_and_grad
 from soapjax.graph.passes.units import HEAVY, generated_values
 from soapjax.graph.rules.flops import flops_of, window_pairs

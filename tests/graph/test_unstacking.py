@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from problems import abstract
+from problems import abstract, total_flops
 
-from soapjax.graph.passes.build import build_graph, total_flops
+from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import trace
 
 LAYERS, WIDTH = 3, 4

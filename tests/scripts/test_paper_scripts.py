@@ -167,7 +167,7 @@ def test_optimality_judges_as_the_simulator_and_descends():
     start = problem.evaluate([replicate_all(problem)])[0]
     n = int(problem.space.owns_parameters.argmax())
     axes, storage = neighbours.candidates[n]
-    assert len(axes) == problem.space.num_configs(n) * len(problem.space.storages)
+    assert len(axes) == len(list(problem.space.configs(n))) * len(problem.space.storages)
     plans = []
     for a, s in list(zip(axes, storage, strict=True))[:32]:
         plan = replicate_all(problem)

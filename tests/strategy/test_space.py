@@ -44,7 +44,7 @@ def test_configs_are_exactly_the_assignments_that_divide(model, topology):
     c = case(model, topology)
     for n, op in enumerate(c.graph.operators):
         found = list(c.space.configs(n))
-        assert len(found) == len(set(found)) == c.space.num_configs(n)
+        assert len(found) == len(set(found)) == len(list(c.space.configs(n)))
         assert set(found) == by_hand(op, c.space.mesh)
         assert (REPLICATE,) * 3 in found
 
@@ -83,7 +83,7 @@ def test_sizes_that_do_not_divide_are_not_offered():
     assert c.space.mesh.axis_sizes == (2, 3, 2)
     assert [d.divisor for d in c.graph.operators[0].dims] == [24, 36, 6]
     # 4 values per axis; only those with both twos on the 6 are gone: 4 of 64, whatever the three does.
-    assert c.space.num_configs(0) == 64 - 4
+    assert len(list(c.space.configs(0))) == 64 - 4
 
 
 def test_one_device_offers_nothing_but_itself():
@@ -244,7 +244,7 @@ def test_a_constraint_of_the_users_own_has_one_config():
     for n in fixed:
         op = graph.operators[n]
         sizes = {op.dims[v].size for v in next(space.configs(n)) if v >= 0}
-        assert space.num_configs(n) == 1 and sizes == {32}
+        assert len(list(space.configs(n))) == 1 and sizes == {32}
         assert next(space.configs(n))[1] == REPLICATE
     strategy = space.random(np.random.default_rng(0))
     assert space.is_valid(strategy)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
 from soapjax.graph.operators import (
     NOT_SPLIT,
@@ -341,8 +340,3 @@ def _fixed(unit: Unit, dims: OperatorDims) -> tuple[tuple[tuple[str, ...], ...] 
     # P.UNCONSTRAINED stays as a name, which no mesh has: the space refuses it by this name.
     spec = [() if s is None else tuple(s) if isinstance(s, tuple) else (str(s),) for s in sharding.spec]
     return tuple(spec), tuple(sharding.mesh.shape.items())
-
-
-def total_flops(graph: OperatorGraph) -> float:
-    """FLOPs of one step on one device, loops counted with their trips."""
-    return float(np.sum([w.flops * t.trip_count for t in graph.tasks for w in t.work]))
