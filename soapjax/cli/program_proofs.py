@@ -79,7 +79,7 @@ def verify_programs(plan: Plan, model: Model, step: TracedStep, devices: Sequenc
     if plan.pipeline is None:
         program = bind_plan(step, plan, devices=list(devices))
         placed = PlacedStep(program)
-        inspected = inspect_stream(placed.dispatches(), placed.argument_structs())
+        inspected = inspect_stream(placed)
         rows = [_placed_row(plan, placed, part) for part in inspected.parts]
         sent = sum(p.bytes.get(TRANSFER, 0) for p in plan.prediction.sends)
         moved = sum(inspected.transfers.values())
@@ -97,7 +97,7 @@ def verify_programs(plan: Plan, model: Model, step: TracedStep, devices: Sequenc
 
     streamed = made(False, donate=True)
     of_micro = MicroGraph(streamed.micro, *build_graph(streamed.micro.step))  # traced once for all of them
-    inspected = inspect_stream(streamed.dispatches(), streamed.argument_structs())
+    inspected = inspect_stream(streamed)
     rows = [_stage_row(plan, part) for part in _together(inspected.parts)]
     names = dict.fromkeys([p.program for p in plan.prediction.sends if TRANSFER in p.bytes] + list(inspected.transfers))
     for name in names:

@@ -18,6 +18,7 @@ from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.execute.streams.placed_step import PlacedStep
+from soapjax.execute.streams.stream import Streamed
 from soapjax.execute.streams.stream_step import StreamStep
 from soapjax.graph.trace.tracing import TracedStep
 from soapjax.helpers.sizes import size
@@ -55,22 +56,18 @@ class PlannedStages(NamedTuple):
 def compiled_plan(step: TracedStep, plan: Plan, devices: Sequence[Any], donate: bool | Sequence[int] = True) -> Compiled:
     """A plan's program, or programs, compiled for devices that need not be there."""
     program = bind_plan(step, plan, devices=list(devices))
-    target = _target(program.mesh.devices.flat[0])
+    if plan.pinned:
+        return compiled_stream(PlacedStep(program))
     with jax.default_device(None):
-        if plan.pinned:
-            placed = PlacedStep(program)
-            inspected = inspect_stream(placed.dispatches(), placed.argument_structs())
-            return Compiled(target, max(inspected.memory_bytes.values()), {}, None)
         made = CompiledStep(program, donate=donate)
-        return Compiled(target, made.peak_memory_bytes(), sent_bytes(made), made)
+        return Compiled(_target(program.mesh.devices.flat[0]), made.peak_memory_bytes(), sent_bytes(made), made)
 
 
-def compiled_stages(made: StreamStep) -> Compiled:
-    """The programs of a pipeline, compiled for its devices."""
-    streamed = made.streamed
+def compiled_stream(step: Streamed) -> Compiled:
+    """A step of several programs, compiled for its devices."""
     with jax.default_device(None):
-        inspected = inspect_stream(streamed.dispatches(), streamed.argument_structs())
-    target = _target(streamed.all_places[0].mesh.devices.flat[0])
+        inspected = inspect_stream(step)
+    target = _target(step.all_places[0].mesh.devices.flat[0])
     return Compiled(target, max(inspected.memory_bytes.values()), {}, None)
 
 
@@ -169,7 +166,7 @@ def checked_stages(
     for _ in range(ROUNDS):
         plan = plan_of(found, here)
         made = made_of(plan, found)
-        figures.append(_figures(plan, compiled_stages(made), topology.device, objective))
+        figures.append(_figures(plan, compiled_stream(made.streamed), topology.device, objective))
         if figures[-1].fits:
             return PlannedStages(_with_figures(plan, figures), found, made)
         lower = _found_below(_tightened(figures[-1], found.times.usable_bytes), topology, find)

@@ -105,7 +105,7 @@ def test_passes_read_the_copies_and_numbers_are_the_same(schedule):
 def test_the_copies_take_the_memory_that_is_predicted():
     compiled, predicted = [], []
     for _, run in runs("1f1b"):
-        found = inspect_stream(run.dispatches(), run.argument_structs()).memory_bytes
+        found = inspect_stream(run).memory_bytes
         compiled.append([found[p.mesh.devices.flat[0].id] for p in run.places])
     for _, priced, _ in both("1f1b"):
         predicted.append(priced.timeline.memory_bytes)
@@ -130,6 +130,6 @@ def test_a_plan_file_says_so_and_is_proven():
         return step_of_plan(*step(), plan=plan, donate=False, is_float64=is_float64, of_micro=of_micro()).streamed
 
     run = made(False)
-    ops = inspect_stream(run.dispatches(), run.argument_structs()).ops
+    ops = inspect_stream(run).ops
     found = verify_pipeline(made, jax.tree.leaves(step()[1:]), ops)
     assert found.reference == "the whole batch" and found.numbers.is_proven, found.numbers

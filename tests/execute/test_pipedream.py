@@ -143,7 +143,7 @@ def the_simulation_agrees(pipedream, micro, state, batch):
 @pytest.mark.parametrize("replicas, devices_each", [([3, 1], 1), ([2, 1], 2)])
 def test_a_round_of_gradients_is_one_all_reduce(replicas, devices_each):
     pipedream, micro, state, batch = pipedream_step(replicas, devices_each)
-    found = inspect_stream(pipedream.dispatches(), pipedream.argument_structs())
+    found = inspect_stream(pipedream)
     assert all(k.startswith("send") or size <= 16 for k, size in found.transfers.items())  # beside activations a counter's copies
     updates = {p.name: p for p in found.parts if p.name.startswith("update")}
     r = replicas[0]

@@ -518,7 +518,7 @@ def test_devices_sum_gradients_once_per_step(schedule):
     graph = build_graph(micro.step)[0]
     pipeline = balanced_pipeline(graph, 8, schedule=schedule, num_microbatches=4, num_stages=2)
     run = pipelined(step, state, batch, pipeline=pipeline, topology="cpu8", donate=False).streamed
-    found = inspect_stream(run.dispatches(), run.argument_structs())
+    found = inspect_stream(run)
     sent = {part.name: sum(part.bytes_by_collective.values()) for part in found.parts}
     gradient_bytes = sum(graph.tensors[p.gradient].size_bytes for p in graph.parameters)
     # An all-reduce over four devices sends 2 * 3/4 of its operand.

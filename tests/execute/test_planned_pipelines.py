@@ -94,7 +94,7 @@ def test_every_choice_that_is_priced_is_run_and_proven(planned, traced, of_micro
         return step_of_plan(*step, plan=plan, donate=False, is_float64=is_float64, of_micro=of_micro).streamed
 
     run = made(False)
-    ops = inspect_stream(run.dispatches(), run.argument_structs()).ops
+    ops = inspect_stream(run).ops
     found = verify_pipeline(made, jax.tree.leaves(step[1:]), ops)
     assert found.reference == "the whole batch" and found.numbers.is_proven, found.numbers
 
@@ -125,7 +125,7 @@ def test_what_is_kept_is_gathered_and_scattered_once_per_step(planned, traced, o
         return step_of_plan(*step, plan=plan, donate=False, is_float64=is_float64, of_micro=of_micro).streamed
 
     run = made(False)
-    found = inspect_stream(run.dispatches(), run.argument_structs())
+    found = inspect_stream(run)
     kinds = {p.name: {k for k, size in p.bytes_by_collective.items() if size} for p in found.parts}
     for part in found.parts:
         predicted = collections.Counter()

@@ -62,7 +62,7 @@ def test_stages_that_recompute_are_proven(schedule, stages, num):
         return step_of_plan(*arguments, plan=plan, donate=False, is_float64=is_float64).streamed
 
     run = made(False)
-    found = verify_pipeline(made, jax.tree.leaves(arguments[1:]), inspect_stream(run.dispatches(), run.argument_structs()).ops)
+    found = verify_pipeline(made, jax.tree.leaves(arguments[1:]), inspect_stream(run).ops)
     assert found.reference == "the whole batch" and found.numbers.is_proven, found.numbers
 
 

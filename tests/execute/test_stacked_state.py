@@ -133,7 +133,7 @@ def test_memory_of_a_scanned_model_is_as_predicted():
     plan, _ = soapjax.plan_pipeline(*made, pipeline="1f1b", topology="cpu8", stages=2, microbatches=2, proposals=1)
     assert recost(plan, trace(*made, unroll=plan.unroll)).prediction == plan.prediction
     run = step_of_plan(*made, plan=plan).streamed
-    found = inspect_stream(run.dispatches(), run.argument_structs()).memory_bytes
+    found = inspect_stream(run).memory_bytes
     for i, stage in enumerate(plan.pipeline.stages):
         compiled = max(found[d] for d in stage.devices)
         assert plan.prediction.memory_parts_bytes[f"stage {i}"] == pytest.approx(compiled, rel=0.15)
@@ -183,7 +183,7 @@ def test_new_state_takes_the_memory_of_the_old(optimizer):
         wanted, expected = jax.jit(step)(wanted, x)
         np.testing.assert_allclose(value, expected, rtol=1e-4)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old) if leaf.ndim)
-    found = inspect_stream(run._last.streamed.dispatches(), run._last.streamed.argument_structs()).memory_bytes
+    found = inspect_stream(run._last.streamed).memory_bytes
     for i, stage in enumerate(run.plan.pipeline.stages):
         # With the norm the gradients' sums and what the first round makes of them lie there at a time.
         assert max(found[d] for d in stage.devices) <= 1.2 * run.plan.prediction.memory_parts_bytes[f"stage {i}"]

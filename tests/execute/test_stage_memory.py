@@ -45,7 +45,7 @@ def memory(problem, schedule, again):
     choice = Choice(schedule, NUM, (0, end // 2, end), (1, 1), (0, 0), (again, again))
     timeline = problem.price(choice).timeline
     run = pipelined(step, *arguments(), pipeline=problem.pipeline(choice), topology=problem.topology).streamed
-    compiled = inspect_stream(run.dispatches(), run.argument_structs()).memory_bytes
+    compiled = inspect_stream(run).memory_bytes
     return timeline.memory_bytes, [compiled[p.mesh.devices.flat[0].id] for p in run.places]
 
 
@@ -69,6 +69,6 @@ def test_a_stage_holds_copies_of_tied_parameters_and_its_sums_of_their_gradients
     choice = Choice("1f1b", NUM, (0, end // 2, end), (1, 1), (0, 0), (False, False))
     predicted = problem.price(choice).timeline.memory_bytes
     run = pipelined(*made, pipeline=problem.pipeline(choice), topology=problem.topology).streamed
-    compiled = inspect_stream(run.dispatches(), run.argument_structs()).memory_bytes
+    compiled = inspect_stream(run).memory_bytes
     last = compiled[run.places[1].mesh.devices.flat[0].id]
     assert last <= predicted[1] <= 1.25 * last

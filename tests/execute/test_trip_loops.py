@@ -181,7 +181,7 @@ def test_a_pipeline_in_loops_is_the_same_without(schedule, how, monkeypatch):
         stream = run.streamed
         looped = [p for p in (*stream.cut.passes, *stream.cut.update) if any(e.body is not None for e in p.eqns)]
         assert (len(looped) >= 2) == (trips == 2)
-        inspected = inspect_stream(stream.dispatches(), stream.argument_structs())
+        inspected = inspect_stream(stream)
         now, metrics = state, []
         for _ in range(2):
             now, metric = run(now, tokens)
@@ -209,7 +209,7 @@ def test_a_pipeline_in_loops_is_proven(schedule, short_loops):
         return step_of_plan(step, *args, plan=plan, donate=False, is_float64=is_float64, of_micro=planned.of_micro).streamed
 
     made = of_precision(False)
-    inspected = inspect_stream(made.dispatches(), made.argument_structs())
+    inspected = inspect_stream(made)
     found = verify_pipeline(of_precision, leaves, inspected.ops)
     assert made.pieces is not None and found.numbers.is_proven and inspected.ops.planned_ops > 0, found
 

@@ -631,7 +631,7 @@ def proof_of(step, args):
         return step_of_plan(step, *args, plan=plan, donate=False, is_float64=is_float64, of_micro=planned.of_micro).streamed
 
     run = made(False)
-    ops = inspect_stream(run.dispatches(), run.argument_structs()).ops
+    ops = inspect_stream(run).ops
     return verify_pipeline(made, jax.tree.leaves(args), ops)
 
 

@@ -196,7 +196,7 @@ def test_stages_are_compiled_once_and_the_plan_says_what_they_take(options, monk
     weights, _ = sharded(*arguments())
     (figures,) = sharded.plan.provenance.compiled
     made = planned_pipeline(step, *arguments(), plan=sharded.plan).streamed
-    assert figures.compiled_memory_bytes == max(inspect_stream(made.dispatches(), made.argument_structs()).memory_bytes.values())
+    assert figures.compiled_memory_bytes == max(inspect_stream(made).memory_bytes.values())
     assert figures.predicted_memory_bytes == sharded.plan.prediction.memory_bytes_per_device and figures.fits
     if options.get("pipeline") != "pipedream":
         np.testing.assert_allclose(weights[0], jax.jit(step)(*arguments())[0][0], rtol=1e-4, atol=1e-6)
@@ -205,14 +205,14 @@ def test_stages_are_compiled_once_and_the_plan_says_what_they_take(options, monk
 @pytest.mark.parametrize("options", STAGES[::2])
 def test_stages_that_do_not_fit_as_compiled_are_planned_with_less(monkeypatch, options):
     """Of a compiler whose programs take half as much again as they do."""
-    compile_one = compile_check.compiled_stages
+    compile_one = compile_check.compiled_stream
 
     def hungry(made):
         found = compile_one(made)
         return found._replace(memory_bytes=int(1.5 * found.memory_bytes))
 
     available = 1.2 * staged(cpu8(2**30), **options).plan.provenance.compiled[-1].compiled_memory_bytes
-    monkeypatch.setattr(compile_check, "compiled_stages", hungry)
+    monkeypatch.setattr(compile_check, "compiled_stream", hungry)
     found = staged(cpu8(available), **options).plan
     *before, last = found.provenance.compiled
     assert before and not any(f.fits for f in before) and last.fits
@@ -235,8 +235,8 @@ def test_further_searches_of_stages_are_short_and_do_not_give_up(monkeypatch):
         return find(graph, topology, **how | {"proposals": 16})
 
     makes = iter([1.3 * available, 0.9 * available])
-    compile_one = compile_check.compiled_stages
-    monkeypatch.setattr(compile_check, "compiled_stages", lambda made: compile_one(made)._replace(memory_bytes=int(next(makes))))
+    compile_one = compile_check.compiled_stream
+    monkeypatch.setattr(compile_check, "compiled_stream", lambda made: compile_one(made)._replace(memory_bytes=int(next(makes))))
     monkeypatch.setattr(staging, "find_pipeline", found)
     plan = as_asked(PlanRequest(topology=cpu8(available), check="compile", pipeline="1f1b", stages=2), step, *arguments()).plan
     assert [n for n, _ in asked] == [600, 150, 150] and sorted(asked, key=lambda x: -x[1]) == asked
@@ -253,7 +253,7 @@ def test_an_interrupt_in_a_further_search_of_stages_keeps_what_was_found(monkeyp
         calls.append(topology)
         return find(graph, topology, **how)._replace(stopped_by="proposals" if len(calls) == 1 else "interrupted")
 
-    monkeypatch.setattr(compile_check, "compiled_stages", lambda made: compile_check.Compiled("cpu", 2**21, {}, None))
+    monkeypatch.setattr(compile_check, "compiled_stream", lambda made: compile_check.Compiled("cpu", 2**21, {}, None))
     monkeypatch.setattr(staging, "find_pipeline", interrupted)
     chosen = staged(cpu8(2**20 * 1.9), pipeline="1f1b", stages=2)
     assert chosen.stopped_by == "interrupted" and chosen.program is None and len(chosen.plan.provenance.compiled) == 1
@@ -265,7 +265,7 @@ def test_too_few_devices_are_named_before_anything_is_searched():
 
 
 def test_stages_that_fit_under_no_plan_are_refused_with_figures(monkeypatch):
-    monkeypatch.setattr(compile_check, "compiled_stages", lambda made: compile_check.Compiled("cpu", 2**31, {}, None))
+    monkeypatch.setattr(compile_check, "compiled_stream", lambda made: compile_check.Compiled("cpu", 2**31, {}, None))
     with pytest.raises(InfeasibleError, match="2.15 GB per device as compiled .*the least of .* expected at most 1.07 GB on cpu8"):
         staged(cpu8(2**30), pipeline="1f1b", stages=2)
 

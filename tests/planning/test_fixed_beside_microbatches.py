@@ -48,7 +48,7 @@ def planned(fixed, fn=step, args=None, **how):
 def sent(plan, args):
     """What a device sends in a step, by collective, as compiled."""
     made = planned_pipeline(step, *args, plan=plan, donate=False).streamed
-    parts = inspect_stream(made.dispatches(), made.argument_structs()).parts
+    parts = inspect_stream(made).parts
     total: dict[str, float] = {}
     for kind, size in (x for part in parts for x in part.bytes_by_collective.items() if x[1]):
         total[kind] = total.get(kind, 0) + size

@@ -91,7 +91,7 @@ def verify(program: BoundStep, arguments: list[Any], single: Reference | None = 
         placed = PlacedStep(program, donate=False)
         planned = run_stream(placed, arguments, is_float64=False)
         planned64 = run_stream(PlacedStep(program, donate=False, is_float64=True), arguments, is_float64=True)
-        check = inspect_stream(placed.dispatches(), placed.argument_structs()).ops
+        check = inspect_stream(placed).ops
     else:
         with side_by_side() as compiling:
             one = OneDevice(step, gradients)

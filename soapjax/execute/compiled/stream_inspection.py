@@ -21,7 +21,7 @@ from soapjax.execute.compiled.hlo import OpsCheck, check_ops, replicated_tasks
 from soapjax.execute.compiled.inspection import compiler_messages, rematerialised_in
 from soapjax.execute.parts.cut import Part, keys_of
 from soapjax.execute.parts.part_program import Place
-from soapjax.execute.streams.stream import Dispatch, Stream
+from soapjax.execute.streams.stream import Dispatch, Streamed
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
 from soapjax.helpers.own_config import compiled_as_planned
 
@@ -66,18 +66,17 @@ class _Compiled(NamedTuple):
     part: InspectedPart | None  # `runs` are not known yet
 
 
-def inspect_stream(stream: Stream, arguments: Sequence[jax.ShapeDtypeStruct]) -> StreamInspection:
+def inspect_stream(step: Streamed) -> StreamInspection:
     """Compiles the programs of a step.
 
-    Args:
-      arguments: shapes, dtypes and layouts of what the stream is given.
     Raises: SoapjaxError where a program has collectives of an unknown kind.
     """
     start = time.perf_counter()
+    stream = step.dispatches()
     compiled: dict[Any, _Compiled] = {}
     runs: collections.Counter[Any] = collections.Counter()
     transfers: collections.Counter[str] = collections.Counter()
-    at: dict[int, jax.ShapeDtypeStruct] = dict(zip(stream.given, arguments, strict=True))
+    at: dict[int, jax.ShapeDtypeStruct] = dict(zip(stream.given, step.argument_structs(), strict=True))
     memory = _Memory({s: at[s] for s in stream.given}, kept=set(stream.given) - stream.taken)
     for entry in stream.dispatches:
         ins = [at[s] for s in entry.ins]
