@@ -24,7 +24,6 @@ from paper_tables import BUDGET_COLUMNS, CASE_COLUMNS, Rows, budget_of, guarded,
 from soapjax.search.chain.engine import Engine
 from soapjax.search.chain.neighbourhood import Position
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem
-from soapjax.strategy.configs import Strategy
 
 BETTER = 1e-5  # relative
 GLOBAL_MODELS = ("lenet", "rnnlm_2_steps")
@@ -79,9 +78,8 @@ class Neighbours:
             for q in np.argsort(costs)[:3]:  # the simulator has the last word
                 if costs[q] >= now.cost * (1 - BETTER):
                     break
-                axes, storage = now.strategy.axes.copy(), now.strategy.storage.copy()
-                axes[n], storage[n] = self.candidates[n][0][q], self.candidates[n][1][q]
-                tried = self.problem.evaluate([Strategy(axes, storage)])[0]
+                changed = now.strategy.but(n, self.candidates[n][0][q], self.candidates[n][1][q])
+                tried = self.problem.evaluate([changed])[0]
                 if tried.cost < now.cost * (1 - BETTER):
                     now, moved = tried, True
                     position = self.engine.at(now.strategy)

@@ -6,7 +6,6 @@ from soapjax.cli.explaining import costed
 from soapjax.helpers.own_config import on_cpu
 from soapjax.planning.plan_files import Opened
 from soapjax.report.difference import Alone, PlanDifference
-from soapjax.strategy.configs import Strategy
 
 
 def with_costs(found: PlanDifference, a: Opened, b: Opened) -> PlanDifference:
@@ -19,9 +18,7 @@ def with_costs(found: PlanDifference, a: Opened, b: Opened) -> PlanDifference:
     strategies = [a.strategy]
     for changed in found.changed:
         rows = [index[name] for name in changed.names]
-        mixed = Strategy(a.strategy.axes.copy(), a.strategy.storage.copy())
-        mixed.axes[rows], mixed.storage[rows] = b.strategy.axes[rows], b.strategy.storage[rows]
-        strategies.append(mixed)
+        strategies.append(a.strategy.but(rows, b.strategy.axes[rows], b.strategy.storage[rows]))
     with on_cpu():
         now, *others = costed(problem, strategies)
     alone = []

@@ -131,8 +131,7 @@ def neighbours_of(plan: Plan, problem: PlanningProblem, strategy: Strategy, n: i
     now = strategy.config(n, op, space.mesh, space.storages)
     strategies, titles = [], []
     for axes, storage in nearest:
-        moved = Strategy(strategy.axes.copy(), strategy.storage.copy())
-        moved.axes[n], moved.storage[n] = axes, storage
+        moved = strategy.but(n, axes, storage)
         other = moved.config(n, op, space.mesh, space.storages)
         words = [f"{a}: {v}, not {now.axes[a]}" for a, v in other.axes.items() if v != now.axes[a]]
         words += [f"stored {short_storage(other.storage, sizes)}"] if other.storage != now.storage else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -147,6 +147,16 @@ class Strategy:
 
         axes = {a: name(int(v)) for a, v in zip(mesh.axis_names, self.axes[n], strict=True)}
         return ParallelConfig(axes, storages[int(self.storage[n])].describe(mesh.axis_names))
+
+    def of(self, operators: np.ndarray) -> Strategy:
+        """What some operators do, in this order."""
+        return Strategy(self.axes[operators], self.storage[operators])
+
+    def but(self, operators: Any, axes: Any, storage: Any) -> Strategy:
+        """The same, but for one operator or several."""
+        changed = Strategy(self.axes.copy(), self.storage.copy())
+        changed.axes[operators], changed.storage[operators] = axes, storage
+        return changed
 
     def key(self) -> bytes:
         return np.ascontiguousarray(self.axes).tobytes() + np.ascontiguousarray(self.storage).tobytes()

@@ -23,7 +23,6 @@ from soapjax.search.stages.joint_search import search_stages
 from soapjax.search.stages.pipedream_stages import Memory, pipedream
 from soapjax.search.stages.stage_loads import stage_of_operators
 from soapjax.search.stages.stage_problem import SYNCHRONOUS, StageProblem
-from soapjax.strategy.configs import Strategy
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.pipeline import Pipeline, Stage
 from soapjax.strategy.plan import Provenance, StrategyFigures
@@ -168,12 +167,11 @@ def times_as_it_runs(problem: StageProblem, priced: Priced) -> StageTimes:
     others = [loads.strategy(x[0].strategy) for x in inside]  # of operators that no stage on such a mesh has
     strategies = {}
     for i, stage in enumerate(pipeline.stages):
-        axes, storage = np.array(others[i].axes), np.array(others[i].storage)
+        strategies[i] = others[i]
         for other, chosen in zip(pipeline.stages, options, strict=True):
             if other.mesh == stage.mesh:
                 rows = [row_of[name] for name in other.operators]
-                axes[rows], storage[rows] = chosen.axes[rows], chosen.storage[rows]
-        strategies[i] = Strategy(axes, storage)
+                strategies[i] = strategies[i].but(rows, chosen.axes[rows], chosen.storage[rows])
     limit_bytes = problem.objective.memory_limit(problem.usable_bytes)
     return simulated_stages(problem.exact, pipeline, choice.bounds, strategies, limit_bytes)
 

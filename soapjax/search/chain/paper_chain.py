@@ -74,11 +74,9 @@ class Chain:
             axes = [values[int(rng.integers(len(values)))] for values in self.choices[n]]
             if space.divides(n, axes):
                 break
-        strategy = Strategy(self.now.strategy.axes.copy(), self.now.strategy.storage.copy())
-        strategy.axes[n] = axes
-        if space.owns_parameters[n]:
-            strategy.storage[n] = rng.integers(len(space.storages))
-        return Step(strategy, float(rng.random()))
+        now = self.now.strategy
+        storage = rng.integers(len(space.storages)) if space.owns_parameters[n] else now.storage[n]
+        return Step(now.but(n, axes, storage), float(rng.random()))
 
     def advance(self, limit: int) -> None:
         """Up to `limit` steps: as many as it takes to accept one, `at_once` at the most."""

@@ -58,17 +58,10 @@ def descend(search: Incumbent, root: Relaxation, keep: list[np.ndarray], start: 
         for n, c in enumerate(root.candidates):
             if search.stopped_by() is not None:
                 return best
-            trial = [_changed(best.strategy, {n: (c.axes[k], c.storage[k])}) for k in keep[n]]
+            trial = [best.strategy.but(n, c.axes[k], c.storage[k]) for k in keep[n]]
             best = min([best, *search.simulate(trial)], key=lambda e: e.rank)
         improved = best.rank < before
     return best
-
-
-def _changed(strategy: Strategy, configs: dict[int, tuple[np.ndarray, int]]) -> Strategy:
-    axes, storage = strategy.axes.copy(), strategy.storage.copy()
-    for n, (a, s) in configs.items():
-        axes[n], storage[n] = a, s
-    return Strategy(axes, storage)
 
 
 def perturb(search: Incumbent, root: Relaxation, keep: list[np.ndarray], weights: np.ndarray) -> None:
@@ -96,12 +89,11 @@ def perturb(search: Incumbent, root: Relaxation, keep: list[np.ndarray], weights
         if search.stopped_by() is not None or search.evaluated > allowed:
             break
         around = near[rng.integers(len(near))]
-        changed = rng.permutation(around)[: rng.integers(2, 5)]
-        configs = {}
-        for n in changed.tolist():
-            k = int(rng.choice(keep[n]))
-            configs[n] = root.candidates[n].axes[k], int(root.candidates[n].storage[k])
-        found = search.simulate([_changed(current.strategy, configs)])
+        changed = current.strategy
+        for n in rng.permutation(around)[: rng.integers(2, 5)].tolist():
+            k, c = int(rng.choice(keep[n])), root.candidates[n]
+            changed = changed.but(n, c.axes[k], c.storage[k])
+        found = search.simulate([changed])
         if found:
             improved = descend(search, root, keep, found[0])
             current = improved if improved.cost <= current.cost * (1 + 2e-3) else current

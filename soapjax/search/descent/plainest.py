@@ -172,10 +172,10 @@ def _plainest_of(start: Candidate, others: Sequence[Candidate], limits: Limits) 
 def _templates(problem: PlanningProblem, runs: Sequence[Run], before: Strategy) -> list[Strategy]:
     """All blocks of a run as one of them is, of every run and of all runs at once; blocks at its ends may stay as they are."""
     def made(runs: Sequence[Run], b: int, kept: tuple[int, ...] = ()) -> Strategy:
-        strategy = Strategy(before.axes.copy(), before.storage.copy())
+        strategy = before
         for run in runs:
             if b < run.num_blocks:
-                _copy(before, run.members[b], np.delete(run.members, list(kept), axis=0), strategy)
+                strategy = _copied(before, run.members[b], np.delete(run.members, list(kept), axis=0), strategy)
         return strategy
 
     most = range(max((run.num_blocks for run in runs), default=0))
@@ -185,11 +185,11 @@ def _templates(problem: PlanningProblem, runs: Sequence[Run], before: Strategy) 
     return [s for s in found.values() if s.key() != before.key() and problem.space.is_valid(s)][:MOST_MOVES]
 
 
-def _copy(before: Strategy, block: np.ndarray, to: np.ndarray, into: Strategy) -> None:
-    """What `block` has of `before`, in all blocks `to`."""
+def _copied(before: Strategy, block: np.ndarray, to: np.ndarray, into: Strategy) -> Strategy:
+    """`into` with what `block` has of `before` in all blocks `to`."""
     here = block[None].repeat(len(to), axis=0)
     both = (here >= 0) & (to >= 0)
-    into.axes[to[both]], into.storage[to[both]] = before.axes[here[both]], before.storage[here[both]]
+    return into.but(to[both], before.axes[here[both]], before.storage[here[both]])
 
 
 def _improved(judge: Judge, start: Candidate, templates: Sequence[Strategy], limits: Limits) -> Candidate | None:
@@ -202,11 +202,11 @@ def _improved(judge: Judge, start: Candidate, templates: Sequence[Strategy], lim
     together: list[Strategy] = []
     count = len(better)
     while count > 1:
-        merged = Strategy(before.axes.copy(), before.storage.copy())
+        merged = before
         for candidate in reversed(better[:count]):  # the best last: where two change the same operators, it has its way
             other = candidate.evaluation.strategy
             rows = (other.axes != before.axes).any(1) | (other.storage != before.storage)
-            merged.axes[rows], merged.storage[rows] = other.axes[rows], other.storage[rows]
+            merged = merged.but(rows, other.axes[rows], other.storage[rows])
         together.append(merged)
         count //= 2
     fitting = [c for c in judge(together) if limits.allow(c) and c.is_plainer_than(start)]
@@ -225,12 +225,9 @@ def _moves(judge: Judge, before: Strategy, templates: Sequence[Strategy]) -> lis
         configs = [(before.axes[n], before.storage[n]) for n in rows]
         configs += [(t.axes[rows[0]], t.storage[rows[0]]) for t in templates]
         if space.owns_parameters[rows[0]]:
-            configs += [(None, np.int8(k)) for k in range(len(space.storages))]
+            configs += [(before.axes[rows], np.int8(k)) for k in range(len(space.storages))]
         for axes, storage in configs:
-            moved = Strategy(before.axes.copy(), before.storage.copy())
-            if axes is not None:
-                moved.axes[rows] = axes
-            moved.storage[rows] = storage
+            moved = before.but(rows, axes, storage)
             if moved.key() != before.key():
                 found.setdefault(moved.key(), moved)
     return [s for s in found.values() if space.is_valid(s)][:MOST_MOVES]

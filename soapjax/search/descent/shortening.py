@@ -87,7 +87,7 @@ class FewerBlocks:
     def evaluate(self, strategies: list[Strategy]) -> list[Evaluation]:
         """Of strategies of the smallest graph: what the whole graph's would be."""
         waiting = [
-            self._pool.submit(x.problem.simulator.in_detail, [_taken(s, x.operators) for s in strategies]) for x in self.longer
+            self._pool.submit(x.problem.simulator.in_detail, [s.of(x.operators) for s in strategies]) for x in self.longer
         ]
         few = self.shortest.simulator.in_detail(strategies)
         found = first = [x.astype(np.float64) for x in few.scores]
@@ -104,11 +104,11 @@ class FewerBlocks:
 
     def of_whole(self, strategy: Strategy) -> Strategy:
         """What a strategy of the whole graph does in the blocks that are left."""
-        return _taken(strategy, self.fewer.kept)
+        return strategy.of(self.fewer.kept)
 
     def for_whole(self, strategy: Strategy) -> Strategy:
         """The whole graph's strategy: blocks that are left out are as the one before them."""
-        return _taken(strategy, self.fewer.operator_of)
+        return strategy.of(self.fewer.operator_of)
 
 
 def fewer_blocks(problem: PlanningProblem) -> FewerBlocks | None:
@@ -159,10 +159,6 @@ def _shorter(graph: OperatorGraph, longer: int = -1) -> Shorter:
         graph, operator_of = found.graph, found.operator_of[operator_of]
         left_out.append(found.num_removed)
     return Shorter(graph, operator_of, tuple(left_out))
-
-
-def _taken(strategy: Strategy, operators: np.ndarray) -> Strategy:
-    return Strategy(strategy.axes[operators], strategy.storage[operators])
 
 
 def _problem_of(problem: PlanningProblem, shorter: Shorter) -> PlanningProblem:

@@ -101,10 +101,7 @@ class CondensedLoads:
 
     def strategy(self, inside: Strategy) -> Strategy:
         """A strategy of the condensed graph for the whole one."""
-        if self.condensed is None:
-            return inside
-        of = self.condensed.operator_of
-        return Strategy(inside.axes[of], inside.storage[of])
+        return inside if self.condensed is None else inside.of(self.condensed.operator_of)
 
     def _shortened(self, bounds: tuple[int, int]) -> tuple[tuple[int, int], int, tuple[tuple[int, int], tuple[int, int]]]:
         """Bounds in the condensed graph, how many blocks they leave out, and the bounds of one and of two blocks between others."""
