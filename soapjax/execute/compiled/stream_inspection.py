@@ -86,7 +86,8 @@ def inspect_stream(step: Streamed) -> StreamInspection:
             if entry.is_regrouping:
                 memory.regroup(entry, outs)
             else:
-                transfers[_without_number(entry.label)] += sum(map(moved_bytes, ins, entry.targets))
+                name = entry.label.split(",")[0]  # of "send 0 to 1, micro-batch 3"
+                transfers[name] += sum(map(moved_bytes, ins, entry.targets))
                 memory.move(entry, ins, outs)
             continue
         key = (id(entry.fn), *((x.shape, x.dtype, x.sharding) for x in ins))
@@ -98,11 +99,6 @@ def inspect_stream(step: Streamed) -> StreamInspection:
         memory.run(entry, one)
     parts = tuple(one.part._replace(runs=runs[key]) for key, one in compiled.items() if one.part is not None)
     return StreamInspection(parts, dict(transfers), dict(memory.peak), time.perf_counter() - start)
-
-
-def _without_number(label: str) -> str:
-    """ "send 0 to 1, micro-batch 3" as "send 0 to 1"."""
-    return label.split(",")[0]
 
 
 def _compile(entry: Dispatch, ins: Sequence[jax.ShapeDtypeStruct]) -> _Compiled:

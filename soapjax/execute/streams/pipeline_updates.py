@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import jax
 
 from soapjax.execute.parts.part_program import Place, evaluate_part, finished, jit_part
-from soapjax.execute.parts.update_cut import Crossing
 from soapjax.execute.spmd.evaluator import OfMicroBatch
 from soapjax.execute.spmd.promotion import high
 from soapjax.execute.streams.pipeline_stream import PipelineStream, Staged
@@ -72,9 +71,11 @@ class _Updates:
                     moves.setdefault((s, c.site), []).append(v)
         for (s, t), values in sorted(moves.items()):
             values = list(dict.fromkeys(values))
-            self._sum_over_devices(s, [v for v in values if self.stream.sum_of(v, s).deferred is not None])
+            deferred = [v for v in values if self.stream.sum_of(v, s).deferred is not None]
+            self._sum_over_devices(s, deferred)
             self.out.move(
-                f"sums {s} to {t}", f"link {s} to {t}", [self._sum_to_send(v, s) for v in values],
+                f"sums {s} to {t}", f"link {s} to {t}",
+                [("total", v, s) if v in deferred else self.stream.sum_name(v, s) for v in values],
                 self.stream.shardings(values, s), self.stream.shardings(values, t), [("sent", v, s, t) for v in values],
             )  # fmt: skip
 
@@ -89,12 +90,6 @@ class _Updates:
         )
         names = [self.stream.sum_name(v, s) for v in values]
         self.out.call(f"totals {s}", self.stream.track(s), fn, names, [("total", v, s) for v in values])
-
-    def _sum_to_send(self, v: int, s: int) -> tuple:
-        return self.stream.sum_name(v, s) if self.stream.sum_of(v, s).deferred is None else ("total", v, s)
-
-    def _summands(self, c: Crossing) -> list[tuple]:
-        return [self.stream.sum_name(v, s) if s == c.site else ("sent", v, s, c.site) for s, v in c.summands]
 
     def _join(self, s: int) -> None:
         """Results of all micro-batches as one: joined along their batch dim, or the largest or least."""
@@ -117,7 +112,7 @@ class _Updates:
             return
         statistics = self.stream.statistics_of(part)
         scales = [1 / self.stream.num if self.staged.joinings[c.value].how == "mean" else 1.0 for c in crossings]
-        dtypes = [self._dtype(c.value, place.is_float64) for c in crossings]
+        dtypes = [high(d) if place.is_float64 else d for d in (self.program.avals[c.value].dtype for c in crossings)]
 
         def fn(*arguments: Any) -> tuple[Any, ...]:
             env = dict(zip(values, arguments, strict=False))
@@ -138,7 +133,8 @@ class _Updates:
         donated = self._donated(s, values, outputs)
         shardings = [self._result_sharding(v, s) for v in outputs] + [place.sharding(v) for v in finals]
         jitted = jax.jit(fn, out_shardings=tuple(shardings), donate_argnums=tuple(donated))
-        ins = [self._name(v, s) for v in values] + [n for c in crossings for n in self._summands(c)] + statistics
+        sums = [self.stream.sum_name(v, t) if t == s else ("sent", v, t, s) for c in crossings for t, v in c.summands]
+        ins = [self._name(v, s) for v in values] + sums + statistics
         outs = [("out", s, v) for v in outputs] + [("final", s, v) for v in finals]
         taken = [ins[k] for k in donated]
         self.out.call(f"update {s}", self.stream.track(s), jitted, ins, outs, takes=taken, part=(place, part))
@@ -148,10 +144,6 @@ class _Updates:
         if v in self.stream.batch:
             return ("all", v, s)
         return ("out", s, v) if v in self.joined else self.stream.name(v, s, None)
-
-    def _dtype(self, v: int, is_float64: bool) -> Any:
-        dtype = self.program.avals[v].dtype
-        return high(dtype) if is_float64 else dtype
 
     def _donated(self, s: int, values: Sequence[int], outputs: Sequence[int]) -> list[int]:
         """Positions of parameters and optimizer state that live on a stage, and are replaced there."""

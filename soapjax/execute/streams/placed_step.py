@@ -195,12 +195,10 @@ class PlacedStep(Streamed):
             fn = jit_part(place, part, out_shardings=shardings, donated=donated)
             ins, outs = ([(v, part.place) for v in values] for values in (part.inputs, part.outputs))
             takes = [(v, part.place) for v in donated]
-            out.call(part.name, f"devices {self._describe(part.place)}", fn, ins, outs, takes, part=(place, part))
+            devices = ",".join(str(d.id) for d in place.mesh.devices.flat)
+            out.call(part.name, f"devices {devices}", fn, ins, outs, takes, part=(place, part))
             send(part.outputs, part.place)
         return out.build(given, wanted)
-
-    def _describe(self, place: int) -> str:
-        return ",".join(str(d.id) for d in self.places[place].mesh.devices.flat)
 
     def _result_sharding(self, v: int, place: int) -> Any:
         inverse = {o: i for i, o in self.step.state_pairs.items()}

@@ -92,12 +92,6 @@ def _transpose(eqn: FlatEqn, ins, outs) -> Labels:
     return Labels((tuple(range(len(ins[0]))),), (tuple(eqn.params["permutation"]),))
 
 
-@register("squeeze")
-def _squeeze(eqn: FlatEqn, ins, outs) -> Labels:
-    gone = set(eqn.params["dimensions"])
-    return Labels((tuple(range(len(ins[0]))),), (tuple(i for i in range(len(ins[0])) if i not in gone),))
-
-
 @register("reshape")
 def _reshape(eqn: FlatEqn, ins, outs) -> Labels:
     """Merged or split dims are tied by their major factor: blocks of it stay blocks. The other factors are made of all of it."""
@@ -133,9 +127,9 @@ def _reshape(eqn: FlatEqn, ins, outs) -> Labels:
     return Labels((first, *((BLOCKED,) * len(s) for s in ins[1:])), (tuple(lb),), made_of=tuple(made_of))
 
 
-@register("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
+@register("squeeze", "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
 def _reduce(eqn: FlatEqn, ins, outs) -> Labels:
-    gone = set(eqn.params["axes"])
+    gone = set(eqn.params["dimensions" if eqn.name == "squeeze" else "axes"])
     return Labels((tuple(range(len(ins[0]))),), (tuple(i for i in range(len(ins[0])) if i not in gone),))
 
 

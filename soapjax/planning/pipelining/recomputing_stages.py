@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -70,7 +70,7 @@ def best_of_steps(
         refused, is_bound = e, e.is_bound
     except NoneFits as e:
         refused, is_bound, shares = e, True, (*SAVED, 1.0)
-    steps = list(_steps(options, topology, shares)) if is_bound else []
+    steps = _steps(options, topology, shares) if is_bound else []
     for i, step in enumerate(steps):
         left_s = None if seconds is None else (seconds - (time.monotonic() - begin)) / (len(steps) - i)
         if left_s is not None and left_s <= 0:
@@ -109,10 +109,14 @@ def _with_note(found: FoundPipeline, kept: FoundPipeline | None) -> FoundPipelin
     return found._replace(baselines=kept.baselines, baseline_figures=kept.baseline_figures, num_proposals=done)
 
 
-def _steps(options: Recomputation, topology: DeviceTopology, shares: Sequence[float]) -> Iterator[TracedStep]:
+def _steps(options: Recomputation, topology: DeviceTopology, shares: Sequence[float]) -> list[TracedStep]:
+    """With the first of the ranked operators recomputed: whole groups that save such shares of what all would."""
     ranking = _ranking(options, topology)
-    for k in _counts(ranking, shares):
-        yield options.step(ranking.names[:k])
+    if not ranking.names:
+        return []
+    saved = ranking.saved_bytes[ranking.ends - 1]
+    counts = {int(ranking.ends[np.searchsorted(saved, share * saved[-1])]) for share in shares}
+    return [options.step(ranking.names[:k]) for k in sorted(counts)]
 
 
 def _ranking(options: Recomputation, topology: DeviceTopology) -> Ranking:
@@ -121,11 +125,3 @@ def _ranking(options: Recomputation, topology: DeviceTopology) -> Ranking:
         one = Fabric(options.graph, part_of(topology, 0, 1), None)
         whole = one.choices[0].strategy
         return ranking_of(options, one.tables, one.evaluator.alone(whole.axes, whole.storage))
-
-
-def _counts(ranking: Ranking, shares: Sequence[float]) -> list[int]:
-    """How many of the ranked operators to recompute: whole groups that save such shares of what all would."""
-    if not ranking.names:
-        return []
-    saved = ranking.saved_bytes[ranking.ends - 1]
-    return sorted({int(ranking.ends[np.searchsorted(saved, share * saved[-1])]) for share in shares})
