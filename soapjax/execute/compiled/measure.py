@@ -134,7 +134,7 @@ class LocalStep:
         """Results of the task: what its own equations do not consume, what the step returns (an optimizer's state), and what the
         graph says it writes, less what a compiler computes anew where it is read."""
         values, task = self.binding.values, self.graph.tasks[k]
-        consumed = {values.of(a).root for e in eqns for a in e.inputs if isinstance(a, int)}
+        consumed = {values.of(a).root for e in eqns for a in e.read}
         written = {
             root for a, sources in zip(task.writes, task.memory.recomputed_from, strict=True)
             if (root := self.graph.tensors[a.tensor].value) in self._read_by_heavy or sources is None
@@ -147,7 +147,7 @@ class LocalStep:
     def _read_by_heavy(self) -> set[int]:
         """Roots that stand in memory as a heavy equation's operands."""
         heavy = [self.by_key[t.equations.heavy] for t in self.graph.tasks if t.is_heavy]
-        return {self.binding.values.of(a).root for e in heavy for a in e.inputs if isinstance(a, int)}
+        return {self.binding.values.of(a).root for e in heavy for a in e.read}
 
     @functools.cached_property
     def _returned(self) -> set[int]:

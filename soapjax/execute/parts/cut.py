@@ -64,7 +64,7 @@ def make_part(
                 )
         eqns.append(eqn)
         made.update(eqn.outputs)
-        needed.update(a for a in eqn.inputs if isinstance(a, int))
+        needed.update(eqn.read)
     inputs = needed - (made - set(stop)) - program.consts.keys()
     return Part(name, place, tuple(reversed(eqns)), frozenset(own), tuple(sorted(inputs)), wanted)
 
@@ -128,6 +128,6 @@ def depends_on(program: Program, seeds: Collection[int]) -> set[int]:
     """All outermost values that are computed from any of `seeds`, these included."""
     found = set(seeds)
     for eqn in program.eqns:
-        if any(isinstance(a, int) and a in found for a in eqn.inputs):
+        if not found.isdisjoint(eqn.read):
             found.update(eqn.outputs)
     return found

@@ -77,7 +77,7 @@ class Cutter:
                 if eqn.key not in self.same or eqn.body is not None:
                     return False
                 found[eqn.key] = eqn
-                queue += [a for a in eqn.inputs if isinstance(a, int)]
+                queue += eqn.read
         for key, eqn in found.items():
             self.phase[key] = None
             self.stage.pop(key, None)
@@ -96,7 +96,7 @@ class Cutter:
         """A sum of gradients, taken apart as long as its terms come from several stages."""
         eqn = self.made_by.get(value)
         is_sum = eqn is not None and eqn.name in ("add_any", "add") and SCALES not in eqn.params
-        operands = [a for a in eqn.inputs if isinstance(a, int)] if eqn is not None and is_sum else []
+        operands = eqn.read if eqn is not None and is_sum else ()
         if eqn is not None and operands and len(operands) == len(eqn.inputs):
             terms = [t for a in operands for t in self.summands(a)]
             if len({self.value_stage.get(t) for t in terms}) > 1 and all(t in self.value_stage for t in terms):
@@ -111,5 +111,5 @@ class Cutter:
             v = waiting.pop()
             if self.summands(v) != [v]:
                 found.add(self.made_by[v].key)
-                waiting += [a for a in self.made_by[v].inputs if isinstance(a, int)]
+                waiting += self.made_by[v].read
         return found

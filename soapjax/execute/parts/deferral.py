@@ -19,7 +19,7 @@ def deferred_sums(place: Place, part: Part, gradients: dict[int, int]) -> dict[i
     bound, binding, graph = place.bound, place.bound.binding, place.bound.graph
     if place.mesh.size == 1:
         return {}
-    read = {a for e in part.eqns for a in e.inputs if isinstance(a, int)}
+    read = {a for e in part.eqns for a in e.read}
     made = part.made
     writes = {a.tensor: (task, a) for task in graph.tasks for a in task.writes}
     found = {}

@@ -107,7 +107,7 @@ def _assign(c: Cutter, stage_of: Sequence[int]) -> None:
             remedy = "unroll the loop (unroll=True, --unroll), or keep it in one stage"
             problems.append(Problem("stages", value, "loops that are in one stage", remedy))
         stage = min(found, default=0)
-        read = [c.source(a) for a in eqn.inputs if isinstance(a, int)]
+        read = [c.source(a) for a in eqn.read]
         for a in read if phase == FORWARD else ():
             if c.value_stage.get(a, 0) > stage:
                 c.set_free(a)  # a random key that a later stage passes on, say
@@ -215,18 +215,16 @@ def _put_off(c: Cutter, free: Collection[str]) -> set[str]:
     found: set[str] = set()
     for s in range(1, c.num):
         mine = c.keys(BACKWARD, s)
-        read = {
-            a for e in c.program.eqns if c.phase[e.key] == BACKWARD and c.stage[e.key] != s for a in e.inputs if isinstance(a, int)
-        }
+        read = {a for e in c.program.eqns if c.phase[e.key] == BACKWARD and c.stage[e.key] != s for a in e.read}
         for eqn in reversed([e for e in c.program.eqns if e.key in free]):  # a barrier between layers that are computed again, say
             if read.intersection(eqn.outputs):
-                read |= {a for a in eqn.inputs if isinstance(a, int)}
+                read.update(eqn.read)
         needed = {o for e in c.program.eqns if e.key in mine for o in e.outputs if o in read and o not in own_sums}
         if not needed:
             continue
         for eqn in reversed([e for e in c.program.eqns if e.key in mine or e.key in free]):
             if needed & set(eqn.outputs):
-                needed |= {a for a in eqn.inputs if isinstance(a, int)}
+                needed.update(eqn.read)
             elif eqn.key in mine:
                 found.add(eqn.key)
     return found

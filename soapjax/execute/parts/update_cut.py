@@ -62,7 +62,7 @@ def cut_updates(c: Cutter, passes: Sequence[Part], owners: Mapping[int, int] | N
 
     for eqn in program.eqns:
         if eqn.key in free:
-            found = (stages_of(a) for a in eqn.inputs if isinstance(a, int))
+            found = (stages_of(a) for a in eqn.read)
             depends.update(dict.fromkeys(eqn.outputs, frozenset[int]().union(*found)))
     inverse = {o: i for i, o in c.step.state_pairs.items()}
     home: dict[int, int] = {}

@@ -291,7 +291,7 @@ class PlannedEvaluator(ProgramEvaluator):
 
     def _note_read(self, eqn: FlatEqn, env: Env) -> None:
         """Keeps what this heavy equation and the one before it read beside parameters: activations, gradients."""
-        read = [a for a in eqn.inputs if isinstance(a, int) and isinstance(env.get(a), jax.Array)]
+        read = [a for a in eqn.read if isinstance(env.get(a), jax.Array)]
         read = [a for a in read if self.binding.tensor_of.get(self.values.of(a).root) not in self._parameters]
         last, _ = env.get("read", (None, None))
         if read and read[0] != last:

@@ -112,7 +112,7 @@ class PlacedStep(Streamed):
         needs: dict[int, set[int]] = {}
         reach: dict[int, set[int]] = {}  # value -> the nodes that it is computed from directly, through free equations
         for eqn in c.program.eqns:
-            read = set().union(*(reach.get(a, set()) for a in eqn.inputs if isinstance(a, int)))
+            read = set().union(*(reach.get(a, set()) for a in eqn.read))
             k = node.get(eqn.key)
             if k is not None:
                 members.setdefault(k, []).append(eqn.key)

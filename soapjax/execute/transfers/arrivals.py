@@ -25,7 +25,7 @@ def require_arrays(leaves: Sequence[Any], paths: Sequence[str] = ()) -> None:
 
     JAX looks for the latter only after it has begun on some of the devices, and the process ends.
     """
-    gone = [k for k, x in enumerate(leaves) if isinstance(x, jax.Array) and not _is_traced(x) and x.is_deleted()]
+    gone = [k for k, x in enumerate(leaves) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()]
     if shapes := [k for k, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)]:
         remedy = "pass arrays; prepare(...) plans for shapes alone"
         raise SoapjaxError(
@@ -36,10 +36,6 @@ def require_arrays(leaves: Sequence[Any], paths: Sequence[str] = ()) -> None:
         remedy = "go on with the state that the last call returned, or say donate=False to keep the old one"
         value, expected = "used up by an earlier call, which took its memory", "arrays that no step has used up"
         raise SoapjaxError(Problem(f"argument {shown}", value, expected, remedy))
-
-
-def _is_traced(x: Any) -> bool:
-    return isinstance(x, jax.core.Tracer)
 
 
 def place(x: Any, sharding: NamedSharding | None) -> Any:
