@@ -122,15 +122,6 @@ class ParallelConfig(NamedTuple):
     axes: dict[str, str]
     storage: str
 
-    def degrees(self, mesh: FactorMesh) -> dict[str, int]:
-        """Degree of each dim that is split."""
-        found: dict[str, int] = {}
-        for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True):
-            dim = self.axes[name]
-            if dim != "replicate" and not dim.startswith("pin("):
-                found[dim] = found.get(dim, 1) * size
-        return found
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Strategy:
