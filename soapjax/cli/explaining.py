@@ -1,4 +1,5 @@
-"""Why a plan is as it is: its critical path, its costs, and what a change of one operator would make of it.
+"""Why a plan is as it is: its critical path, its costs, and what a change of one operator, or of all that differ in another plan,
+would make of it.
 
 All figures are the simulator's own. What is written in a plan are costs; the critical path and the neighbours need the operator
 graph, from which the cost tables are made.
@@ -18,6 +19,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.helpers.own_config import on_cpu
 from soapjax.planning.plan_files import Opened
 from soapjax.planning.timelines import pipeline_spans, program_path, program_spans
+from soapjax.report.difference import Alone, PlanDifference
 from soapjax.report.explanation import Explanation, Neighbour, OperatorExplanation, PathPart, limit_lines, totals_of
 from soapjax.report.plan_tables import merged_name, meshes_of, short_storage, split_of
 from soapjax.search.experts.baselines import BASELINES
@@ -169,3 +171,23 @@ def costed(problem: PlanningProblem, strategies: Sequence[Strategy]) -> Iterator
         for i, (step_s, memory, violations) in enumerate(rows):
             yield Costed(float(step_s), float(batch.outline(i).bytes_by_collective.sum()), float(memory), not violations)
         batch.done()
+
+
+def with_costs(found: PlanDifference, a: Opened, b: Opened) -> PlanDifference:
+    """The difference with what each change alone costs in `a`, largest first.
+
+    Both are opened with one problem.
+    """
+    problem = a.problem
+    index = {op.name: n for n, op in enumerate(problem.graph.operators)}
+    strategies = [a.strategy]
+    for changed in found.changed:
+        rows = [index[name] for name in changed.names]
+        strategies.append(a.strategy.but(rows, b.strategy.axes[rows], b.strategy.storage[rows]))
+    with on_cpu():
+        now, *others = costed(problem, strategies)
+    alone = []
+    for changed, c in zip(found.changed, others, strict=True):
+        sent, memory = int(c.sent_bytes - now.sent_bytes), int(c.memory_bytes - now.memory_bytes)
+        alone.append(changed._replace(alone=Alone(c.step_time_s - now.step_time_s, sent, memory)))
+    return found._replace(changed=tuple(sorted(alone, key=lambda c: -abs(c.alone.step_s))))

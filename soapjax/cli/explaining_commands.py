@@ -9,8 +9,7 @@ from rich.console import Group
 from rich.text import Text
 
 from soapjax.cli.arguments import DiffCommand, ExplainCommand, ReportCommand
-from soapjax.cli.comparing import with_costs
-from soapjax.cli.explaining import explain, explain_operator
+from soapjax.cli.explaining import explain, explain_operator, with_costs
 from soapjax.cli.results import Result, output_problems, plain, with_output
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.helpers.files import write_text_atomic

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 import math
 from collections.abc import Iterable
@@ -26,6 +25,7 @@ import pydantic
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.operators import HEAVY_RESULT, NOT_SPLIT, Halo, InnerSum, OperatorGraph, Work
 from soapjax.graph.passes.checks import check_graph
+from soapjax.helpers.canonical_json import sha256_of
 
 MOST = 2**53  # of sizes and counts: whole numbers up to it are exact as floats
 MOST_DIMS = 64
@@ -41,7 +41,7 @@ def figures_of(graph: OperatorGraph) -> dict[str, Any]:
 
 
 def figures_sha256(figures: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(figures, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return sha256_of(figures)
 
 
 def figures_text(figures: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from soapjax.costs.memory.memory_over_time import memory_curve
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, PHASE_NAMES, UPDATE
-from soapjax.planning.timelines import Span, pipeline_spans, program_path, program_spans
+from soapjax.planning.timelines import TimelineSpan, pipeline_spans, program_path, program_spans
 from soapjax.report.html import Extras, MemoryOverStep, TimelineView
 from soapjax.simulate.critical_tasks import PathStep, pipeline_path
 from soapjax.simulate.pipeline_timeline import PipelineTimeline
@@ -53,7 +53,7 @@ def pipeline_extras(timeline: PipelineTimeline, topology: DeviceTopology, graph:
 
 
 def _timeline(
-    spans: Sequence[Span], kinds: Sequence[int], path: Sequence[PathStep], makespan_s: float, note: str
+    spans: Sequence[TimelineSpan], kinds: Sequence[int], path: Sequence[PathStep], makespan_s: float, note: str
 ) -> tuple[TimelineView, tuple[tuple[str, float], ...]]:  # fmt: skip
     """Spans as tracks, where equal devices are one; and the seconds of the critical path by place, most first."""
     on_path = {step.task for step in path}

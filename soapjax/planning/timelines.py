@@ -18,7 +18,7 @@ from soapjax.strategy.configs import Strategy
 from soapjax.topology import DeviceTopology
 
 
-class Span(NamedTuple):
+class TimelineSpan(NamedTuple):
     """What runs in a simulated step."""
 
     task: int  # of the schedule, or of the pipeline's timeline
@@ -33,15 +33,15 @@ class Span(NamedTuple):
         return self.link or "compute"
 
 
-def pipeline_spans(timeline: PipelineTimeline, topology: DeviceTopology) -> list[Span]:
+def pipeline_spans(timeline: PipelineTimeline, topology: DeviceTopology) -> list[TimelineSpan]:
     """Passes and transfers."""
     return [
-        Span(i, t.name, tuple(sorted(set(t.devices))), _link(topology, t.level), t.start_s, t.duration_s)
+        TimelineSpan(i, t.name, tuple(sorted(set(t.devices))), _link(topology, t.level), t.start_s, t.duration_s)
         for i, t in enumerate(timeline.tasks)
     ]
 
 
-def program_spans(simulator: Simulator, strategy: Strategy, timeline: Timeline) -> list[Span]:
+def program_spans(simulator: Simulator, strategy: Strategy, timeline: Timeline) -> list[TimelineSpan]:
     """Of a strategy of one program (or of pinned operators), by its timeline: on every device that takes part."""
     schedule, costs, names = simulator.schedule, simulator.costs(strategy), _TaskNames(simulator)
     holders = costs.holders
@@ -53,7 +53,8 @@ def program_spans(simulator: Simulator, strategy: Strategy, timeline: Timeline) 
         kind, source, level = (int(x[task]) for x in (schedule.kind, schedule.source, schedule.level))
         if kind != BARRIER:
             devices = tuple(np.flatnonzero(np.asarray(by_kind[kind])[source]).tolist()) if by_kind else (None,)
-            found.append(Span(task, names[task], devices, _link(simulator.tables.topology, level), start_s, end_s - start_s))
+            link = _link(simulator.tables.topology, level)
+            found.append(TimelineSpan(task, names[task], devices, link, start_s, end_s - start_s))
     return found
 
 
@@ -61,7 +62,7 @@ def _link(topology: DeviceTopology, level: int) -> str:
     return "" if level < 0 else f"{topology.levels[level].name} link"
 
 
-def trace_of(spans: Iterable[Span], topology: DeviceTopology) -> list[TraceEvent]:
+def trace_of(spans: Iterable[TimelineSpan], topology: DeviceTopology) -> list[TraceEvent]:
     """Events on a track per device, and per device and level of links."""
     events = []
     for s in spans:

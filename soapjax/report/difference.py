@@ -1,5 +1,5 @@
 """Two plans beside each other: `soapjax diff`. What can be read from the files is here; what a change costs is found in
-soapjax/comparing.py."""
+soapjax/cli/explaining.py."""
 
 from __future__ import annotations
 

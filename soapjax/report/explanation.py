@@ -1,4 +1,4 @@
-"""Why a plan is as it is, in words and tables: `soapjax explain`. Takes plain data; what makes it is soapjax/explaining.py."""
+"""Why a plan is as it is, in words and tables: `soapjax explain`. Takes plain data; what makes it is soapjax/cli/explaining.py."""
 
 from __future__ import annotations
 

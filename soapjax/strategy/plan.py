@@ -11,7 +11,6 @@ pinned splits nothing and stands in no spec.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ import pydantic
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.figures import figures_of, figures_sha256, figures_text
 from soapjax.graph.operators import OperatorGraph
+from soapjax.helpers.canonical_json import sha256_of
 from soapjax.helpers.file_numbers import read_float, read_int
 from soapjax.helpers.files import read_text, write_text_atomic
 from soapjax.strategy import plan_words
@@ -143,7 +143,7 @@ class MeshPlan(_Part):
     def mesh_plan_sha256(self) -> str:
         """Over the canonical JSON of what executing reads."""
         kept = set(MeshPlan.model_fields)
-        return _sha256(self.model_dump(mode="json", include=kept, exclude={"operators": {"__all__": {"cost", "figures"}}}))
+        return sha256_of(self.model_dump(mode="json", include=kept, exclude={"operators": {"__all__": {"cost", "figures"}}}))
 
 
 class SentPart(_Part):
@@ -315,7 +315,7 @@ class Plan(MeshPlan):
         graph = {"graph": {"figures_sha256"}, "operator_graph": True}
         left_out: dict[str, Any] = {"provenance": True, "profile": True, "logical_axes": True, **explaining, **graph}
         left_out |= {name: True for name in ("elsewhere", *LATER) if not getattr(self, name)}
-        return _sha256(self.model_dump(mode="json", exclude=left_out))
+        return sha256_of(self.model_dump(mode="json", exclude=left_out))
 
     def save(self, path: str) -> None:
         write_text_atomic(path, self.dumps())
@@ -351,10 +351,6 @@ class Plan(MeshPlan):
 def _mesh_of(stage: Stage) -> MeshPart:
     order = tuple(range(math.prod(stage.mesh.values())))
     return MeshPart(axis_names=tuple(stage.mesh), axis_sizes=tuple(stage.mesh.values()), device_order=order)
-
-
-def _sha256(data: Any) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def graph_parts(graph: OperatorGraph) -> Mapping[str, Any]:

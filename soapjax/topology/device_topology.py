@@ -18,8 +18,6 @@ one checker; `to_dict` writes it in base units.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -27,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.helpers.canonical_json import sha256_of
 from soapjax.topology.rings import MOST_DEVICES, Matrix, detour_share, group_shares, is_matrix
 from soapjax.topology.table_reader import (
     BANDWIDTH_UNITS,
@@ -230,7 +229,7 @@ class DeviceTopology:
         del data["name"], data["device"]["memory_margin_fraction"]
         for table in (data["device"], *data["levels"]):
             del table["source"]
-        return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        return sha256_of(data)
 
 
 def _read_topology(reader: TableReader) -> DeviceTopology:

@@ -9,7 +9,6 @@ a device and its versions are read as one profile. A plan carries the measuremen
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -23,6 +22,7 @@ import pydantic
 from soapjax.costs.measured.fit import fitted_rates
 from soapjax.costs.measured.profile_parts import Calibration, Device, Link, Measurement, ProfilePart, Rates
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.helpers.canonical_json import canonical, sha256_of
 from soapjax.helpers.file_numbers import read_float, read_int
 from soapjax.helpers.files import cached, read_text, write_new_text
 from soapjax.topology import DeviceKind
@@ -46,11 +46,11 @@ class Profile(ProfilePart):
 
     @property
     def sha256(self) -> str:
-        return hashlib.sha256(_canonical(self).encode()).hexdigest()
+        return sha256_of(self.model_dump(mode="json"))
 
     def to_text(self) -> str:
         """The file's contents."""
-        return f'{{"sha256": "{self.sha256}", "profile": {_canonical(self)}}}\n'
+        return f'{{"sha256": "{self.sha256}", "profile": {canonical(self.model_dump(mode="json"))}}}\n'
 
     @property
     def error(self) -> float:
@@ -69,10 +69,6 @@ def carried(profile: Profile | None, structures: set[str]) -> dict[str, Any] | N
         return None
     kept = tuple(m for m in profile.operators if m.structure in structures)
     return profile.model_copy(update={"operators": kept, "sources": profile.sources or (profile.sha256,)}).model_dump(mode="json")
-
-
-def _canonical(profile: Profile) -> str:
-    return json.dumps(profile.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
 
 
 def installed_versions() -> dict[str, str]:

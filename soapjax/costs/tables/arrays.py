@@ -250,7 +250,7 @@ def _reshards(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
     return {name: padded(x, b.edges + 1) for name, x in found.items()}
 
 
-def op_dims_of(tables: CostTables, b: Bucket, column_of: np.ndarray) -> np.ndarray:
+def op_dims_of(b: Bucket, column_of: np.ndarray) -> np.ndarray:
     """int32 [n, W]: the op dims (bits) whose axes come into each column, of rows [n, K + 1] of tensor dims by config value + 1."""
     found = np.zeros((len(column_of), b.width), np.int32)
     for k in range(column_of.shape[1] - 1):
@@ -272,10 +272,10 @@ class SlotMasks(NamedTuple):
 
 
 def slot_masks(tables: CostTables, b: Bucket) -> SlotMasks:
-    access = op_dims_of(tables, b, tables.access_map)
+    access = op_dims_of(b, tables.access_map)
     halo_column = np.where(tables.sum_map <= HALO, 1 + HALO - tables.sum_map.astype(int), tables.sum_map)
-    inner = op_dims_of(tables, b, halo_column)
-    work = op_dims_of(tables, b, np.where(tables.work_split, 0, NONE))
+    inner = op_dims_of(b, halo_column)
+    work = op_dims_of(b, np.where(tables.work_split, 0, NONE))
     if b.groups:
         access[:, b.dims + 1 :] = PINNED_BIT
         inner[:, b.dims + 1 :] = PINNED_BIT

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import itertools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -26,6 +25,7 @@ from soapjax.execute.processes.coordination import store
 from soapjax.execute.processes.settings import settings_of_numbers
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import TracedStep
+from soapjax.helpers.canonical_json import canonical
 from soapjax.strategy.plan import Plan
 from soapjax.topology import DeviceTopology
 
@@ -82,7 +82,7 @@ def planned_by_first(name: str, search: Callable[[], Plan], *, seconds: float | 
 
     def make() -> str:
         with HERE.doing("planning"):
-            return canonical(search())
+            return canonical(search().model_dump(mode="json"))
 
     with HERE.doing(f"{WAITING} rank 0's plan"):
         text = made_by_first(
@@ -103,7 +103,7 @@ class Measured:
 
     def announce(self, plan: Plan | None) -> None:
         """Rank 0 is about to run `plan`; None where no further one follows."""
-        self._next("" if plan is None else canonical(plan))
+        self._next("" if plan is None else canonical(plan.model_dump(mode="json")))
 
     def follow(self, run: Callable[[Plan], None]) -> None:
         """Runs what rank 0 announces, until it has no more; nothing on rank 0."""
@@ -114,10 +114,6 @@ class Measured:
         with HERE.doing(f"{WAITING} rank 0's next plan to measure"):
             key = f"{self._key}{next(self._numbers)}"
             return made_by_first(store(), key, lambda: text, timeout_s=self._searching_s, making_s=TIMEOUT_S)
-
-
-def canonical(plan: Plan) -> str:
-    return json.dumps(plan.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
 
 
 def agree_on_plan(name: str, plan: Plan, step: TracedStep) -> None:
