@@ -10,6 +10,7 @@ from families import family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import PROBLEMS, SLOW, case, case_with, graph_with, topology_of
+from schedules import SHAPES, random_durations, random_schedule
 
 from soapjax.costs.evaluate import Durations
 from soapjax.search.chain.engine import Engine
@@ -29,8 +30,6 @@ from soapjax.topology import factor_mesh
 FLOAT32_ERROR = 3e-6  # largest relative difference: 3e-7 on random schedules, 1e-6 on the models; the contract is 1e-5
 FLOAT64_ERROR = 1e-12
 BATCH = 6
-# (tasks, predecessors each, streams), from one compute and one link level to four devices with their own.
-SHAPES = ((1, 1, 1), (12, 2, 2), (40, 3, 3), (60, 1, 3), (40, 6, 12))
 names = pytest.mark.parametrize("model, topology", family(PROBLEMS, slow=set(SLOW) - {("lm_scan", "2x4"), ("rnnlm", "2x4")}))
 
 
@@ -56,28 +55,10 @@ def critical_path(schedule: Schedule, durations) -> float:
     return makespan(dataclasses.replace(schedule, occupies=np.zeros_like(schedule.occupies)), durations)
 
 
-def random_schedule(rng: np.random.Generator, shape: tuple[int, int, int]) -> tuple[Schedule, np.ndarray]:
-    """A schedule, and durations [BATCH, T] of which about a third are zero.
-
-    Tasks of one stream, tasks of several (communication that does not overlap; work on several devices of a pinned
-    placement), and barriers over all streams. Predecessors come before: some near, some far, some twice.
-    """
-    n, width, num_streams = shape
-    predecessors = np.full((n, width), n, np.int32)
-    for t in range(1, n):
-        near = rng.random(width) < 0.7
-        found = np.where(near, t - 1 - rng.integers(0, min(t, 4), width), rng.integers(0, t, width))
-        predecessors[t] = np.where(rng.random(width) < 0.6, found, n)
-    occupies = np.zeros((n, num_streams), bool)
-    occupies[np.arange(n), rng.integers(0, num_streams, n)] = True
-    occupies |= (rng.random((n, num_streams)) < rng.choice([0.0, 0.4])) & (rng.random((n, 1)) < 0.5)
-    kind = rng.choice([COMPUTE, SUM, RESOLVE, RESHARD, BARRIER], n, p=[0.5, 0.1, 0.1, 0.2, 0.1]).astype(np.int32)
-    occupies[kind == BARRIER] = True
-    predecessors[kind == BARRIER] = n
-    durations = rng.choice([0.0, 1.0, 1.0], (BATCH, n)) * np.exp(rng.uniform(-12, 3, (BATCH, n)))
-    durations[:, kind == BARRIER] = 0.0
-    level = np.where(kind == COMPUTE, -1, 0).astype(np.int32)
-    return Schedule(kind, np.arange(n, dtype=np.int32), level, predecessors, occupies, kind == BARRIER), durations
+def scheduled(rng: np.random.Generator, shape: tuple[int, int, int]) -> tuple[Schedule, np.ndarray]:
+    """A random schedule, and durations [BATCH, T] of it."""
+    schedule = random_schedule(rng, shape)
+    return schedule, np.stack([random_durations(rng, schedule, np.arange(schedule.num_tasks), whole=False) for _ in range(BATCH)])
 
 
 def items_of_schedule(schedule: Schedule) -> tuple[Items, np.ndarray]:
@@ -207,7 +188,7 @@ a_hundred = settings(max_examples=100)
 @a_hundred
 @random_cases
 def test_three_simulations_of_random_schedules_agree(shape, seed):
-    schedule, durations = random_schedule(np.random.default_rng(seed), shape)
+    schedule, durations = scheduled(np.random.default_rng(seed), shape)
     short = durations.astype(np.float32)
     events = [simulate(schedule, d).makespan_s for d in short]
     np.testing.assert_allclose(events, [makespan(schedule, d) for d in short], rtol=FLOAT64_ERROR)
@@ -217,7 +198,7 @@ def test_three_simulations_of_random_schedules_agree(shape, seed):
 @a_hundred
 @random_cases
 def test_in_float64_they_agree_to_the_last_digits(shape, seed):
-    schedule, durations = random_schedule(np.random.default_rng(seed), shape)
+    schedule, durations = scheduled(np.random.default_rng(seed), shape)
     with jax.enable_x64(True):
         found = run_batched(schedule, durations)
     assert found.dtype == np.float64
@@ -228,7 +209,7 @@ def test_in_float64_they_agree_to_the_last_digits(shape, seed):
 @random_cases
 def test_windows_of_random_changes_take_the_time_of_the_whole(shape, seed):
     rng = np.random.default_rng(seed)
-    schedule, durations = random_schedule(rng, shape)
+    schedule, durations = scheduled(rng, shape)
     found, mixed = run_windows(schedule, durations.astype(np.float32), rng)
     np.testing.assert_allclose(found, [simulate(schedule, d).makespan_s for d in mixed], rtol=FLOAT32_ERROR)
 
@@ -238,7 +219,7 @@ def test_windows_of_random_changes_take_the_time_of_the_whole(shape, seed):
 @random_cases
 def test_in_float64_windows_agree_to_the_last_digits(shape, seed):
     rng = np.random.default_rng(seed)
-    schedule, durations = random_schedule(rng, shape)
+    schedule, durations = scheduled(rng, shape)
     with jax.enable_x64(True):
         found, mixed = run_windows(schedule, durations, rng)
     assert found.dtype == np.float64
@@ -288,7 +269,7 @@ def test_windows_without_pins_take_the_time_of_the_whole(overlap, seed):
 @a_hundred
 @random_cases
 def test_every_task_of_the_timeline_starts_as_early_as_it_may(shape, seed):
-    schedule, durations = random_schedule(np.random.default_rng(seed), shape)
+    schedule, durations = scheduled(np.random.default_rng(seed), shape)
     for d in durations:
         timeline = simulate(schedule, d)
         ends = longest_paths(schedule, d)
@@ -302,7 +283,7 @@ def test_every_task_of_the_timeline_starts_as_early_as_it_may(shape, seed):
 @a_hundred
 @random_cases
 def test_bounds_and_exclusive_streams(shape, seed):
-    schedule, durations = random_schedule(np.random.default_rng(seed), shape)
+    schedule, durations = scheduled(np.random.default_rng(seed), shape)
     for d in durations:
         timeline = simulate(schedule, d)
         busiest = (schedule.occupies * d[:, None]).sum(0).max()
@@ -322,7 +303,7 @@ def assert_no_overlap(schedule: Schedule, timeline):
 @a_hundred
 @random_cases
 def test_barriers_separate_phases(shape, seed):
-    schedule, durations = random_schedule(np.random.default_rng(seed), shape)
+    schedule, durations = scheduled(np.random.default_rng(seed), shape)
     barriers = np.flatnonzero(schedule.is_barrier)
     for d in durations[:2]:
         entries = simulate(schedule, d).entries
@@ -341,7 +322,7 @@ def test_barriers_separate_phases(shape, seed):
 @random_cases
 def test_tasks_without_duration_neither_delay_nor_occupy(shape, seed):
     rng = np.random.default_rng(seed)
-    schedule, durations = random_schedule(rng, shape)
+    schedule, durations = scheduled(rng, shape)
     d = durations[0]
     unused = (d == 0) & ~schedule.is_barrier
     expected = simulate(schedule, d)
