@@ -18,7 +18,7 @@ from soapjax.execute.compiled.devices import devices_of_backend, devices_of_targ
 from soapjax.helpers import interrupts
 from soapjax.planning import plan_files
 from soapjax.planning.choosing import Chosen, as_asked
-from soapjax.planning.request import PlanRequest, planners_of_stages
+from soapjax.planning.request import PlanRequest, planners_beside
 from soapjax.report.front_table import front_view
 from soapjax.report.perfetto import write_trace
 from soapjax.report.plan_tables import plan_report
@@ -116,8 +116,7 @@ def _pipeline_problems(command: PlanCommand) -> list[Problem]:
     if command.stages != "auto" and command.pipeline is None:
         problems.append(Problem("--stages", command.stages, "a pipeline", "add --pipeline auto, or another"))
     adds_up = command.pipeline is None and command.microbatches not in ("auto", "1")  # as `PlanRequest.adds_up`
-    has_stages = command.pipeline not in (None, "auto") or adds_up
-    if has_stages and command.planner in PLANNERS and command.planner not in (allowed := planners_of_stages(command.pipeline)):
+    if command.planner in PLANNERS and command.planner not in (allowed := planners_beside(command.pipeline, adds_up)):
         expected = f"{' or '.join(allowed)} with {'--microbatches' if adds_up else '--pipeline'}"
         problems.append(Problem("--planner", command.planner, expected, "drop one of them"))
     if (command.pipeline is not None or adds_up) and command.space != "soap":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -140,8 +140,8 @@ class PlanRequest:
         if self.adds_up:
             given = [name for name in ("verify_top", "space") if getattr(self, name) != getattr(PlanRequest, name)]
             problems += [Problem(name, "given beside micro-batches", "one of them", "drop it") for name in given]
-        has_stages = self.pipeline not in (None, "auto") or self.adds_up
-        if has_stages and self.planner in PLANNERS and self.planner not in (allowed := planners_of_stages(self.pipeline)):
+        is_known = isinstance(self.planner, str) and self.planner in PLANNERS
+        if is_known and self.planner not in (allowed := planners_beside(self.pipeline, self.adds_up)):
             beside = "micro-batches" if self.adds_up else "a pipeline"
             expected, remedy = f"{' or '.join(allowed)} beside {beside}", f"drop planner, or {beside}"
             problems.append(Problem("planner", repr(self.planner), expected, remedy))
@@ -184,8 +184,10 @@ class PlanRequest:
         return Understood(**self.values() | meant), remarks
 
 
-def planners_of_stages(pipeline: Pipeline | str | None) -> Sequence[str]:
-    """Planners that a pipeline, or (None) one stage of micro-batches, may be asked for with: baselines say how stages are split."""
+def planners_beside(pipeline: Pipeline | str | None, adds_up: bool) -> Collection[str]:
+    """Planners that a pipeline, or one stage of micro-batches, may be asked for with: baselines say how stages are split."""
+    if pipeline in (None, "auto") and not adds_up:
+        return PLANNERS
     if isinstance(pipeline, Pipeline):
         return (PlanRequest.planner,)  # it says it itself
     return PlanRequest.planner, *(["data_parallel"] if pipeline == "pipedream" else BASELINES)
