@@ -132,7 +132,7 @@ def by_hand(row: Row, node: str) -> dict[str, Any]:
     bounds = equal_blocks([graph.operators[n].name for n in problem.forward], row.layers, stages * chunks)
     name = f"tensor/{row.tensor}" if row.tensor > 1 else "data"
     name += ", sequence" if row.sequence_parallel == "yes" and row.tensor > 1 else ""
-    inner = [x.name for x in problem.loads.choices(0, row.gpus // stages, num)].index(name)
+    inner = [x.name for x in problem.loads.fabric(0, row.gpus // stages, num).choices].index(name)
     schedule = "interleaved" if chunks > 1 else "1f1b"
     again = (False,) * (stages * chunks)
     choice = Choice(schedule, num, bounds, (row.gpus // stages,) * stages, (inner,) * stages, again)

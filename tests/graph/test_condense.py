@@ -40,8 +40,8 @@ def test_a_stage_of_many_blocks_costs_what_the_whole_graph_says():
     loads = CondensedLoads(exact, prefix_crossing(whole, exact.forward))
     blocks, n = loads.condensed.blocks, len(exact.forward)
     marks = [0, *range(blocks.first, blocks.end + 1, blocks.period), n]
-    choices = loads.choices(0, 8, 4)
-    all_figures = [exact.figures(0, 8, 4, loads.strategy(inside.strategy)) for inside in choices]
+    choices = loads.fabric(0, 8, 4).choices
+    all_figures = [exact.fabric(0, 8, 4).figures(loads.strategy(inside.strategy)) for inside in choices]
     for (a, b), (k, inside) in itertools.product(itertools.combinations(sorted(set(marks)), 2), enumerate(choices)):
         found = loads.load((a, b), 0, 8, 4, k)
         wanted = exact.load_of((a, b), 0, 8, 4, all_figures[k])

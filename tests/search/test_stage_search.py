@@ -101,9 +101,9 @@ def test_one_stage_takes_the_time_of_one_program(model, name):
     """Exactly: the same tasks by the same rules, with communication beside compute or not."""
     graph, machine = graph_of(model), topology_of(name)
     loads = StageLoads(graph, machine)
-    choices = loads.choices(0, 8, 1)
+    choices = loads.fabric(0, 8, 1).choices
     assert choices[0].name == "data" and len(choices) > 3
-    simulator = Simulator(loads._fabric(0, 8, 1)[0].tables)
+    simulator = Simulator(loads.fabric(0, 8, 1).tables)
     times = simulator.step_times([c.strategy for c in choices]).step_time_s
     figures = simulator.figures([c.strategy for c in choices])
     named = whole_baselines(CondensedLoads(loads, prefix_crossing(graph, loads.forward)))
@@ -236,12 +236,12 @@ def test_inside_the_stages_the_best_of_all_strategies_is_found():
     problem = StageProblem(graph_with("mlp", layers=1, width=512), machine, num_stages=2, num_microbatches=4)
     n = len(problem.forward)
     at = problem.price(Choice("1f1b", 4, (0, n // 2, n), (2, 2), (0, 0), (False, False)))
-    space = problem.loads.space(0, 2, 4)
+    space = problem.loads.fabric(0, 2, 4).space
     every = itertools.product(*(list(space.configs(k)) for k in range(space.graph.num_operators)))
     as_used = np.zeros(space.graph.num_operators, np.int8)
     strategies = [Strategy(np.array(axes, np.int8), as_used) for axes in every]
     assert len(strategies) > 100
-    inner = problem.loads.offer(0, 2, 4, "any", strategies)
+    inner = problem.loads.fabric(0, 2, 4).offer("any", strategies)
     wanted = min(problem.price(dataclasses.replace(at.choice, inner=(i, i))).cost for i in inner)
     found = at
     for found in searched_inside(problem, np.random.default_rng(0), at):
@@ -252,9 +252,9 @@ def test_inside_the_stages_the_best_of_all_strategies_is_found():
 
 def test_what_a_search_offers_is_no_baseline():
     problem = StageProblem(graph_of("mlp"), topology_of("cpu8"), num_stages=1, num_microbatches=1)
-    before, space = whole_baselines(problem.loads), problem.loads.space(0, 8, 1)
+    before, space = whole_baselines(problem.loads), problem.loads.fabric(0, 8, 1).space
     rng = np.random.default_rng(0)
-    problem.loads.offer(0, 8, 1, "tensor/8, searched", [space.random(rng) for _ in range(50)])
+    problem.loads.fabric(0, 8, 1).offer("tensor/8, searched", [space.random(rng) for _ in range(50)])
     assert whole_baselines(problem.loads) == before
 
 

@@ -78,7 +78,7 @@ def recost_pipeline(
     in_stages = {name for stage in pipeline.stages for name in stage.operators}
     for i, stage in enumerate(pipeline.stages):
         first, count = min(stage.devices), len(stage.devices) // stage.replicas
-        space = loads.space(first, count, pipeline.num_microbatches)
+        space = loads.fabric(first, count, pipeline.num_microbatches).space
         own, wanted = tuple(space.mesh.axis_names), tuple(stage.mesh)
         if (own, tuple(space.mesh.axis_sizes)) != (wanted, tuple(stage.mesh.values())):
             expected = str(dict(zip(own, space.mesh.axis_sizes, strict=True)))

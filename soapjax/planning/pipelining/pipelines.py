@@ -162,7 +162,7 @@ def times_as_it_runs(problem: StageProblem, priced: Priced) -> StageTimes:
     pipeline, loads = problem.pipeline(choice), problem.loads
     row_of = {op.name: n for n, op in enumerate(problem.graph.operators)}
     groups = [choice.group(i) for i in range(choice.num_stages)]
-    inside = [loads.choices(first, count, choice.num_microbatches) for first, count, _ in groups]
+    inside = [loads.fabric(first, count, choice.num_microbatches).choices for first, count, _ in groups]
     options = [loads.strategy(x[inner].strategy) for x, (*_, inner) in zip(inside, groups, strict=True)]
     others = [loads.strategy(x[0].strategy) for x in inside]  # of operators that no stage on such a mesh has
     strategies = {}
@@ -220,7 +220,7 @@ def _pipedream(graph: OperatorGraph, topology: DeviceTopology, asked: Understood
 
 def _replicated_pipeline(problem: StageProblem, bounds: tuple[int, ...], devices: Sequence[tuple[int, ...]], num: int) -> Pipeline:
     stage = stage_of_operators(problem.graph, bounds, problem.forward)
-    mesh = problem.loads.space(0, 1, num).mesh
+    mesh = problem.loads.fabric(0, 1, num).space.mesh
     stages = tuple(
         Stage(
             operators=tuple(problem.graph.operators[n].name for n in np.flatnonzero(stage == i)), devices=mine,

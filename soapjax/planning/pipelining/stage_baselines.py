@@ -13,7 +13,7 @@ def whole_baselines(loads: CondensedLoads) -> dict[str, StrategyFigures]:
     usable, count = loads.topology.device.usable_memory_bytes, loads.topology.num_devices
     best: dict[str, StrategyFigures] = {}
     everything = (0, len(loads.whole.forward))
-    for k, inside in enumerate(loads.choices(0, count, 1)):
+    for k, inside in enumerate(loads.fabric(0, count, 1).choices):
         if not inside.is_by_hand:
             continue
         load = loads.load(everything, 0, count, 1, k)

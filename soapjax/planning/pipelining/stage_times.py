@@ -107,8 +107,9 @@ def simulated_stages(
     inside, figures, sends, split = [], [], [], []
     shares = [(min(s.devices), len(s.devices) // s.replicas) for s in pipeline.stages]
     for i, (stage, (first, count)) in enumerate(zip(pipeline.stages, shares, strict=True)):
-        strategy = strategies[i] if i in strategies else loads.choices(first, count, num)[0].strategy
-        figures.append(loads.figures(first, count, num, strategy))
+        fabric = loads.fabric(first, count, num)
+        strategy = strategies[i] if i in strategies else fabric.choices[0].strategy
+        figures.append(fabric.figures(strategy))
         where = ((bounds[i], bounds[i + 1]), first, count, num)
         load, load_alone = (loads.load_of(*where, figures[i], overlap=overlap) for overlap in (True, False))
         split.append(loads.split_flops(*where, strategy, figures[i]))
@@ -120,7 +121,7 @@ def simulated_stages(
             load, load_alone = (x._replace(sync_s=sync, sync_level=level) for x in (load, load_alone))
         found.append(load)
         serial.append(load_alone)
-        inside.append(OnMesh(loads.space(first, count, num), strategy, figures[i].layouts))
+        inside.append(OnMesh(fabric.space, strategy, figures[i].layouts))
         once = loads.sends((bounds[i], bounds[i + 1]), first, count, num, strategy, figures[i])
         sends += sends_of_stage(pipeline, i, once)
         sends += sends_among_replicas(pipeline, i, load, len(loads.whole.tasks))

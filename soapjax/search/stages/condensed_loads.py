@@ -12,12 +12,11 @@ import numpy as np
 
 from soapjax.graph.condensing import MOST_KEPT, Condensed, condense
 from soapjax.graph.operators import OperatorGraph
-from soapjax.search.stages.stage_figures import Figures, Inside
+from soapjax.search.stages.stage_figures import Fabric, Figures
 from soapjax.search.stages.stage_loads import CrossingBytes, StageLoads, sums_of
 from soapjax.simulate.pipeline_tasks import StageLoad
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.layout import Spec
-from soapjax.strategy.space import SearchSpace
 
 
 class CondensedLoads:
@@ -37,23 +36,15 @@ class CondensedLoads:
             self.condensed.graph, whole.topology, whole.profile, sums_once=whole.sums_once, fixed=whole.fixed
         )  # fmt: skip
 
-    def choices(self, first: int, count: int, num: int) -> list[Inside]:
-        """The inner strategies that a stage on these devices may have; the first is data parallelism."""
-        return self.small.choices(first, count, num)
-
-    def offer(self, first: int, count: int, num: int, name: str, strategies: Sequence[Strategy]) -> list[int]:
-        """Places among `choices` of further inner strategies, of the condensed graph."""
-        return self.small.offer(first, count, num, name, strategies)
-
-    def space(self, first: int, count: int, num: int) -> SearchSpace:
-        """What inner strategies may choose, in the condensed graph."""
-        return self.small.space(first, count, num)
+    def fabric(self, first: int, count: int, num: int) -> Fabric:
+        """The devices of a stage, with what operators of the condensed graph may do there."""
+        return self.small.fabric(first, count, num)
 
     def load(
         self, bounds: tuple[int, int], first: int, count: int, num: int, inner: int, *, overlap: bool = True
     ) -> StageLoad:  # fmt: skip
         """Of the forward operators bounds[0] : bounds[1] on `count` devices from `first`, at `num` micro-batches."""
-        figures = self.choices(first, count, num)[inner].figures
+        figures = self.fabric(first, count, num).choices[inner].figures
 
         def load_of(b: tuple[int, int]) -> StageLoad:
             return self.small.load_of(b, first, count, num, figures, overlap=overlap)
@@ -80,7 +71,7 @@ class CondensedLoads:
 
     def split_flops(self, bounds: tuple[int, int], first: int, count: int, num: int, inner: int) -> np.ndarray:
         """FLOPs of a stage per micro-batch, and those that are split [2]."""
-        inside = self.choices(first, count, num)[inner]
+        inside = self.fabric(first, count, num).choices[inner]
         return self._extended(bounds, lambda b: self.small.split_flops(b, first, count, num, inside.strategy, inside.figures))
 
     def _extended(self, bounds: tuple[int, int], figures: Callable[[tuple[int, int]], Sequence[float] | np.ndarray]) -> np.ndarray:

@@ -132,7 +132,7 @@ class Grid:
 
     def _names(self, width: int, num: int) -> list[str]:
         """Of all inner strategies of a stage of so many devices."""
-        return [x.name for x in self.problem.loads.choices(0, width, num)]
+        return [x.name for x in self.problem.loads.fabric(0, width, num).choices]
 
     # The formula.
 

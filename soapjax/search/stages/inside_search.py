@@ -31,15 +31,14 @@ class InsideStages:
     def __init__(self, problem: StageProblem, at: Priced, groups: tuple[int, ...]):
         self.problem, self.best, self.groups = problem, at, groups
         first, count, inner = at.choice.group(groups[0])
-        self.where = first, count, at.choice.num_microbatches
-        self.start = problem.loads.choices(*self.where)[inner]
-        self.space = problem.loads.space(*self.where)
+        self.fabric = problem.loads.fabric(first, count, at.choice.num_microbatches)
+        self.start, self.space = self.fabric.choices[inner], self.fabric.space
         self.estimate_s = problem.estimated_s(at.choice)
 
     def evaluate(self, strategies: list[Strategy]) -> list[Evaluation]:
         """Step time, memory and cost of the pipeline with each of them inside."""
         name = self.start.name.removesuffix(SEARCHED) + SEARCHED
-        places = self.problem.loads.offer(*self.where, name, strategies)
+        places = self.fabric.offer(name, strategies)
         return [self._judged(s, i) for s, i in zip(strategies, places, strict=True)]
 
     @property
@@ -87,5 +86,5 @@ def _alike_groups(problem: StageProblem, choice: Choice) -> list[tuple[int, ...]
     kinds: dict[tuple[int, int], list[int]] = {}
     for g in range(len(choice.counts)):
         first, count, inner = choice.group(g)
-        kinds.setdefault((id(problem.loads.space(first, count, choice.num_microbatches)), inner), []).append(g)
+        kinds.setdefault((id(problem.loads.fabric(first, count, choice.num_microbatches)), inner), []).append(g)
     return sorted(map(tuple, kinds.values()), key=lambda groups: (-len(groups), groups))

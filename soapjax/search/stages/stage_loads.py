@@ -25,13 +25,13 @@ from soapjax.graph.microbatch import micro_batch
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.phases import BACKWARD, PHASE_NAMES, UPDATE
 from soapjax.search.stages.ownership import Ownership
-from soapjax.search.stages.stage_figures import Fabric, Figures, Inside, level_between, part_of
+from soapjax.search.stages.stage_figures import Fabric, Figures, level_between, part_of
 from soapjax.search.stages.stage_part import StagePart
 from soapjax.simulate.pipeline_tasks import StageLoad, Transfer
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import SentPart
-from soapjax.strategy.space import SearchSpace, search_space
+from soapjax.strategy.space import search_space
 from soapjax.topology import DeviceTopology, factor_mesh
 
 OF_UPDATE = -1  # the position of an operator that has tasks in the update alone
@@ -141,24 +141,13 @@ class StageLoads:
             self._fabrics[links, num] = fabric, Ownership(fabric.tables, fabric.schedule, self.lives)
         return self._fabrics[links, num]
 
-    def choices(self, first: int, count: int, num: int) -> list[Inside]:
-        """The inner strategies that a stage on these devices may have; the first is data parallelism."""
-        return self._fabric(first, count, num)[0].choices
-
-    def offer(self, first: int, count: int, num: int, name: str, strategies: Sequence[Strategy]) -> list[int]:
-        """Places among `choices` of further inner strategies."""
-        return self._fabric(first, count, num)[0].offer(name, strategies)
-
-    def space(self, first: int, count: int, num: int) -> SearchSpace:
-        return self._fabric(first, count, num)[0].space
-
-    def figures(self, first: int, count: int, num: int, strategy: Strategy) -> Figures:
-        """Of any strategy of the graph on the stage's mesh."""
-        return self._fabric(first, count, num)[0].figures(strategy)
+    def fabric(self, first: int, count: int, num: int) -> Fabric:
+        """The devices of a stage, at so many micro-batches, with the inner strategies that it may have."""
+        return self._fabric(first, count, num)[0]
 
     def load(self, bounds: tuple[int, int], first: int, count: int, num: int, inner: int) -> StageLoad:
         """Of the forward operators bounds[0] : bounds[1] on `count` devices from `first`, at `num` micro-batches."""
-        return self.load_of(bounds, first, count, num, self.choices(first, count, num)[inner].figures)
+        return self.load_of(bounds, first, count, num, self.fabric(first, count, num).choices[inner].figures)
 
     def load_of(
         self, bounds: tuple[int, int], first: int, count: int, num: int, figures: Figures, *, overlap: bool = True
@@ -200,7 +189,7 @@ class StageLoads:
         self, bounds: tuple[int, int], first: int, count: int, num: int, strategy: Strategy, figures: Figures
     ) -> tuple[float, float]:  # fmt: skip
         """FLOPs of a stage per micro-batch, and those that are split (costs/split_share.py)."""
-        tables = self._fabric(first, count, num)[0].tables
+        tables = self.fabric(first, count, num).tables
         every = split_flops(tables, strategy.axes, tables.stored(figures.layouts.slots), num_devices=self.topology.num_devices)
         flops, split = (x[self._mine(bounds)].sum() for x in every)
         return flops, split

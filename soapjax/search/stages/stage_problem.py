@@ -133,7 +133,7 @@ class StageProblem:
     @functools.cached_property
     def most_inner(self) -> int:
         """How many inner strategies a stage has at the most."""
-        return len(self.loads.choices(0, self.topology.num_devices, self.microbatches[-1]))
+        return len(self.loads.fabric(0, self.topology.num_devices, self.microbatches[-1]).choices)
 
     def _boundaries(self) -> tuple[int, ...]:
         """Where to cut: all places between forward operators, or in long models the cheapest of each of MAX_BOUNDARIES runs."""
@@ -236,7 +236,7 @@ class StageProblem:
     def _crossing(self, choice: Choice) -> dict[tuple[int, int], CrossingBytes]:
         """(earlier stage, later stage) -> what crosses."""
         num, groups = choice.num_microbatches, choice.groups
-        inside = [self.loads.choices(first, count, num)[inner].figures for first, count, inner in groups]
+        inside = [self.loads.fabric(first, count, num).choices[inner].figures for first, count, inner in groups]
         return self.loads.crossing(choice.bounds, [count for _, count, _ in groups], num, inside)
 
     def _sent_bytes(self, choice: Choice) -> np.ndarray:
@@ -280,7 +280,7 @@ class StageProblem:
 
     def _inside(self, group: int, choice: Choice) -> str:
         first, count, inner = choice.group(group)
-        name = self.loads.choices(first, count, choice.num_microbatches)[inner].name
+        name = self.loads.fabric(first, count, choice.num_microbatches).choices[inner].name
         degree, *others = name.removeprefix("tensor/").split(", ")
         tensor = int(degree) if degree.isdecimal() else 1
         stored = "sharded parameters" if "regathered" in others else "sharded optimizer state"
@@ -307,7 +307,7 @@ class StageProblem:
         if not self.has_units(choice.counts):
             return False
         of_groups = zip(firsts_of(choice.counts), choice.counts, choice.inner, strict=True)
-        return all(k < len(self.loads.choices(first, count, choice.num_microbatches)) for first, count, k in of_groups)
+        return all(k < len(self.loads.fabric(first, count, choice.num_microbatches).choices) for first, count, k in of_groups)
 
     def has_units(self, counts: Sequence[int]) -> bool:
         """Whether groups of so many devices, one after the other, are whole units: meshes then have the links that they seem to.
@@ -323,7 +323,7 @@ class StageProblem:
         stage = stage_of_operators(self.graph, choice.bounds, self.forward)
         stages = []
         for i, (first, count, _) in enumerate(choice.groups):
-            mesh = self.loads.space(first, count, choice.num_microbatches).mesh
+            mesh = self.loads.fabric(first, count, choice.num_microbatches).space.mesh
             stages.append(
                 Stage(
                     operators=tuple(self.graph.operators[n].name for n in np.flatnonzero(stage == i)),
