@@ -25,7 +25,6 @@ import pydantic
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.operators import HEAVY_RESULT, NOT_SPLIT, Halo, InnerSum, OperatorGraph, Work
 from soapjax.graph.passes.checks import check_graph
-from soapjax.helpers.canonical_json import sha256_of
 
 MOST = 2**53  # of sizes and counts: whole numbers up to it are exact as floats
 MOST_DIMS = 64
@@ -38,10 +37,6 @@ def figures_of(graph: OperatorGraph) -> dict[str, Any]:
     tasks = tuple(t._replace(equations=t.equations._replace(keys=())) for t in graph.tasks)
     rows = {f.name: getattr(graph, f.name) for f in dataclasses.fields(graph)} | {"tasks": tasks}
     return json.loads(json.dumps(rows, default=lambda x: x.item()))  # NumPy's numbers, where an array was asked for a size
-
-
-def figures_sha256(figures: dict[str, Any]) -> str:
-    return sha256_of(figures)
 
 
 def figures_text(figures: dict[str, Any]) -> str:

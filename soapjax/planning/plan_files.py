@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 from soapjax.costs.measured.profile import Profile, profile_of
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.graph.figures import REMEDY, figures_sha256, graph_of
+from soapjax.graph.figures import REMEDY, graph_of
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.recompute import recomputing
 from soapjax.graph.trace.tracing import TracedStep
+from soapjax.helpers.canonical_json import sha256_of
 from soapjax.helpers.own_config import on_cpu
 from soapjax.planning.entry import plan_of_strategy
 from soapjax.planning.pipelining.pipeline_files import recost_pipeline
@@ -97,7 +98,7 @@ def _graph_in(loaded: Plan, place: str) -> OperatorGraph:
     if figures is None:
         expected, remedy = "the figures of its operator graph", "give the step with --model, or plan anew"
         raise SoapjaxError(Problem(at, "missing, as in plans of older versions", expected, remedy))
-    if (sha256 := figures_sha256(figures)) != named.figures_sha256:
+    if (sha256 := sha256_of(figures)) != named.figures_sha256:
         expected = f"{sha256[:12]}, that of the figures in the file"
         raise SoapjaxError(Problem(f"{place}: graph.figures_sha256", named.figures_sha256[:12] or "''", expected, REMEDY))
     graph = graph_of(figures, place=at)

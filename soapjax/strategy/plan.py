@@ -20,7 +20,7 @@ import numpy as np
 import pydantic
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.graph.figures import figures_of, figures_sha256, figures_text
+from soapjax.graph.figures import figures_of, figures_text
 from soapjax.graph.operators import OperatorGraph
 from soapjax.helpers.canonical_json import sha256_of
 from soapjax.helpers.file_numbers import read_float, read_int
@@ -356,7 +356,7 @@ def _mesh_of(stage: Stage) -> MeshPart:
 def graph_parts(graph: OperatorGraph) -> Mapping[str, Any]:
     """What a plan says of its graph: the fields `graph` and `operator_graph`."""
     figures = figures_of(graph)
-    sha256 = figures_sha256(figures)
+    sha256 = sha256_of(figures)
     found = GraphId(fingerprint=graph.fingerprint(), num_operators=graph.num_operators, figures_sha256=sha256)
     return {"graph": found, "operator_graph": figures}
 

@@ -12,9 +12,10 @@ from patterns import PATTERNS
 
 from soapjax import Plan
 from soapjax.errors import SoapjaxError
-from soapjax.graph.figures import figures_of, figures_sha256, figures_text, graph_of
+from soapjax.graph.figures import figures_of, figures_text, graph_of
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import trace
+from soapjax.helpers.canonical_json import sha256_of
 from soapjax.planning.plan_files import opened_alone
 
 
@@ -161,7 +162,7 @@ def sealed(edit):
     data = json.loads(plan_text())
     edit(data["operator_graph"])
     graph = graph_of(data["operator_graph"])
-    data["graph"]["figures_sha256"] = figures_sha256(data["operator_graph"])
+    data["graph"]["figures_sha256"] = sha256_of(data["operator_graph"])
     data["graph"]["fingerprint"] = graph.fingerprint()
     return data
 
@@ -171,7 +172,7 @@ def test_figures_that_were_changed_are_noticed():
     data["operator_graph"]["tasks"][0][4][0][0] *= 2
     with pytest.raises(SoapjaxError, match="figures_sha256"):
         opened_alone(Plan.loads(json.dumps(data)))
-    data["graph"]["figures_sha256"] = figures_sha256(data["operator_graph"])
+    data["graph"]["figures_sha256"] = sha256_of(data["operator_graph"])
     with pytest.raises(SoapjaxError, match="graph.fingerprint"):
         opened_alone(Plan.loads(json.dumps(data)))
 

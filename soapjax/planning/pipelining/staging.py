@@ -122,7 +122,20 @@ class _Planning(NamedTuple):
             left_s *= 1 - AGAIN if share == 1 else 0.5
 
         def find_in(step: TracedStep, seconds: float | None, if_bound: float, part: float, slower_than_s: float) -> FoundPipeline:
-            return self._found(step, topology, share * part, seconds, if_bound, slower_than_s)
+            proposals = DEFAULT_PROPOSALS if asked.proposals is None and asked.seconds is None else asked.proposals
+            proposals = None if proposals is None else max(1, int(share * part * proposals))
+            with on_cpu():
+                graph = build_graph(step)[0]
+                found = find_pipeline(
+                    graph, topology, asked=asked, proposals=proposals, seconds=seconds, slower_than_s=slower_than_s,
+                    share_if_bound=if_bound, fixed=self.fixed,
+                )  # fmt: skip
+            at_most = MOST_TASKS if self.is_asked_for else math.inf
+            of_micro = require_runnable(
+                self.fn, *self.args, pipeline=found.times.pipeline, step=step, graph=graph, reduction=asked.microbatch_reduction,
+                at_most=at_most, is_asked_for=self.is_asked_for, **asked.tracing,
+            )  # fmt: skip
+            return found._replace(of_micro=of_micro)
 
         with on_cpu():
             options = recomputation_of(asked, step, graph, topology)
@@ -131,25 +144,6 @@ class _Planning(NamedTuple):
         else:
             found = best_of_steps(options, topology, left_s, self.slower_than_s, find_in)
         return found._replace(notes=(*self.remarks, *found.notes))
-
-    def _found(
-        self, step: TracedStep, topology: DeviceTopology, share: float, seconds: float | None, if_bound: float, slower_than_s: float
-    ) -> FoundPipeline:  # fmt: skip
-        asked = self.asked
-        proposals = DEFAULT_PROPOSALS if asked.proposals is None and asked.seconds is None else asked.proposals
-        proposals = None if proposals is None else max(1, int(share * proposals))
-        with on_cpu():
-            graph = build_graph(step)[0]
-            found = find_pipeline(
-                graph, topology, asked=asked, proposals=proposals, seconds=seconds, slower_than_s=slower_than_s,
-                share_if_bound=if_bound, fixed=self.fixed,
-            )  # fmt: skip
-        at_most = MOST_TASKS if self.is_asked_for else math.inf
-        of_micro = require_runnable(
-            self.fn, *self.args, pipeline=found.times.pipeline, step=step, graph=graph, reduction=asked.microbatch_reduction,
-            at_most=at_most, is_asked_for=self.is_asked_for, **asked.tracing,
-        )  # fmt: skip
-        return found._replace(of_micro=of_micro)
 
     def plan_of(self, found: FoundPipeline, topology: DeviceTopology) -> Plan:
         asked = self.asked
