@@ -25,6 +25,7 @@ from cluster_calibration import measured_operators, measured_topology
 from cluster_fit import Calibrated, Judged, fitted, judged, kept, refitted, strategy_of
 from cluster_table import FITTED, STAGES
 from cluster_timing import Timer, in_rounds, shared
+from csv_files import read_table
 from paper_tables import write_csv
 
 import soapjax
@@ -38,7 +39,6 @@ from soapjax.execute.processes.jointly import agree_on_program
 from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.execute.transfers.arrivals import place
-from soapjax.helpers.csv_files import read_table
 from soapjax.search.problem import PlanningProblem
 from soapjax.steps.sourced_models import concrete_model
 from soapjax.strategy.plan import ModelSource, Plan

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import pydantic
+from csv_files import Bytes, CsvRow, Name, Positive, read_rows
 
 from soapjax.errors import SoapjaxError
-from soapjax.helpers.csv_files import Bytes, CsvRow, Name, Positive, read_rows
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER.parent / "results"

@@ -346,7 +346,7 @@ class Csvs(Kind):
         return mutated_bytes(draw, draw(st.sampled_from(self.examples)))
 
     def read(self, path: Path) -> None:
-        from soapjax.helpers.csv_files import Count, CsvRow, Name, Positive, read_rows, read_table
+        from csv_files import Count, CsvRow, Name, Positive, read_rows, read_table
 
         class Published(CsvRow):
             model: Name

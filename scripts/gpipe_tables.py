@@ -29,13 +29,13 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # models/
 
 import jax
+from csv_files import Count, CsvRow, Name, Positive, read_rows
 from paper_tables import PUBLISHED_FILES, guarded, markdown, note, show
 
 from models import transformer_lm
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import trace
-from soapjax.helpers.csv_files import Count, CsvRow, Name, Positive, read_rows
 from soapjax.helpers.files import write_text_atomic
 from soapjax.search.stages.choices import Choice
 from soapjax.search.stages.gpipe import balanced_partition

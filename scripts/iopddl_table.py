@@ -20,10 +20,10 @@ from typing import Annotated
 
 import numpy as np
 import pydantic
+from csv_files import CsvRow, Positive, read_rows
 from paper_tables import PUBLISHED_FILES, guarded
 
 from soapjax.additive.iopddl import load_problem
-from soapjax.helpers.csv_files import CsvRow, Positive, read_rows
 from soapjax.helpers.files import write_text_atomic
 
 SOLVER = Path(__file__).with_name("solve_iopddl.py")

@@ -27,9 +27,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from csv_files import Count, CsvRow, read_rows
 from paper_tables import PUBLISHED_FILES, ROOT, Rows, guarded, note
 
-from soapjax.helpers.csv_files import Count, CsvRow, read_rows
 from soapjax.helpers.files import write_text_atomic
 
 SEQ, VOCAB = 2048, 51_200

@@ -38,6 +38,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
 import pydantic
+from csv_files import Count, CsvRow, Positive, read_rows
 from scipy.stats import kendalltau
 
 from soapjax.costs.measured.fit import fitted_scales
@@ -45,7 +46,6 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.passes.phases import FORWARD
 from soapjax.graph.trace.tracing import trace
-from soapjax.helpers.csv_files import Count, CsvRow, Positive, read_rows
 from soapjax.helpers.files import write_text_atomic
 from soapjax.planning.profiling import scaled_prediction
 from soapjax.search.experts.baselines import tensor_parallel_strategy

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from csv_files import read_table
 from rich.console import Console
 from rich.table import Table
 
 from soapjax.errors import SoapjaxError
-from soapjax.helpers.csv_files import read_table
 from soapjax.helpers.files import write_text_atomic
 from soapjax.search.problem import Budget
 

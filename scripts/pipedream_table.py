@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Annotated
 
 import pydantic
+from csv_files import Count, CsvRow, Name, read_rows
 from paper_tables import PUBLISHED_FILES, guarded, markdown, note, positive_float, show
+from pipedream_profile import read_profile
 
-from soapjax.costs.measured.pipedream_profile import read_profile
-from soapjax.helpers.csv_files import Count, CsvRow, Name, read_rows
 from soapjax.helpers.files import write_text_atomic
 from soapjax.search.stages.pipedream_stages import Memory, StagePlan, data_parallel_s, pipedream
 from soapjax.topology import DeviceTopology

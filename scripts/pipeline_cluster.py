@@ -20,8 +20,8 @@ from typing import Annotated, NamedTuple
 
 import pydantic
 from cluster_table import APART, FITTED, RESULTS, by_case, on_hosts, reported, sections
+from csv_files import CsvRow, Name, Positive
 
-from soapjax.helpers.csv_files import CsvRow, Name, Positive
 from soapjax.helpers.files import write_text_atomic
 from soapjax.strategy.plan import ModelSource
 

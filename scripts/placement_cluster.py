@@ -24,8 +24,8 @@ from typing import Annotated
 
 import pydantic
 from cluster_table import RESULTS, by_case, on_hosts, reported, sections
+from csv_files import CsvRow, Name, Positive
 
-from soapjax.helpers.csv_files import CsvRow, Name, Positive
 from soapjax.helpers.files import write_text_atomic
 from soapjax.strategy.plan import ModelSource
 

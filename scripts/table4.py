@@ -30,10 +30,10 @@ from unittest import mock
 
 import jax
 import numpy as np
+from csv_files import Count, CsvRow, Name, Positive, read_rows
 from paper_problems import PAPER_MODELS, WORKLOADS, BestKnown, Case, get_planner, replicate_all, search, traced
 from paper_tables import CASE_COLUMNS, PUBLISHED_FILES, Rows, guarded, note, parser_of, positive_float, positive_int, show
 
-from soapjax.helpers.csv_files import Count, CsvRow, Name, Positive, read_rows
 from soapjax.jit.programs import PlannerProgram
 from soapjax.search.problem import Budget, SearchResult
 

@@ -27,10 +27,10 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from csv_files import read_table
 from paper_problems import Case, search
 from paper_tables import CASE_COLUMNS, PUBLISHED_FILES, Rows, figure, guarded, markdown, note, parser_of, positive_int, show
 
-from soapjax.helpers.csv_files import read_table
 from soapjax.helpers.files import write_text_atomic
 from soapjax.search.experts.layers import layers_of, steps_of
 from soapjax.search.experts.placement import devices_of, operator_seconds

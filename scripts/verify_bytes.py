@@ -29,6 +29,7 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import jax
 import numpy as np
+from csv_files import read_table
 from verify_matrix import MODELS
 
 import soapjax
@@ -36,7 +37,6 @@ from soapjax.execute.compiled.devices import devices_of_target
 from soapjax.execute.compiled.inspection import inspect
 from soapjax.execute.compiled.traffic import compare_by_kind, differences
 from soapjax.execute.spmd.planned_evaluator import bind_plan
-from soapjax.helpers.csv_files import read_table
 from soapjax.helpers.files import write_text_atomic
 from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.search.planners import get_planner

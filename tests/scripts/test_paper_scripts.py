@@ -26,11 +26,11 @@ import pipedream_table
 import planner_table
 import table4
 import trinity_tables
+from csv_files import read_rows
 from paper_problems import BestKnown, Case, cluster
 from paper_tables import PUBLISHED_FILES, Rows
 
 from soapjax.errors import SoapjaxError
-from soapjax.helpers.csv_files import read_rows
 from soapjax.search.experts.baselines import data_parallel_strategy, replicate_all
 from soapjax.search.planners import PLANNERS
 from soapjax.search.problem import Budget, SearchResult

@@ -1,7 +1,7 @@
 """`LayerGraph`: what stage planners need of a model, as plain data, whoever measured or predicted it.
 
 A layer is what a stage boundary never cuts. Figures are of one minibatch (or micro-batch) on one device; times may come from
-PipeDream's profiler (pipedream_profile.py) or from the cost model (search/stages/stage_problem.py).
+PipeDream's profiler (scripts/pipedream_profile.py) or from the cost model (search/stages/stage_problem.py).
 
 >>> graph = LayerGraph(names=("embed", "block", "loss"), forward_s=[1e-3, 3e-3, 1e-3], backward_s=[2e-3, 6e-3, 1e-3],
 ...                    activation_bytes=[4e6, 4e6, 4], parameter_bytes=[1e8, 4e6, 0], edges=((0, 1), (1, 2)))
