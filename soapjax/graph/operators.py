@@ -75,7 +75,7 @@ class TaskMemory(NamedTuple):
     # Per result: the tensors from which a reader can compute it by light equations; None where it has to be stored.
     recomputed_from: tuple[tuple[int, ...] | None, ...] = ()
     choices_of: int = -1  # the image, a tensor, of which a pooling's gradient needs its choices only (pools.py)
-    adds_to_sum: bool = False  # a scatter onto zeros, which its only reader adds to something (loss_gradients.py)
+    adds_to_sum: bool = False  # a scatter onto zeros, which its only reader adds to something (passes/tasks.py)
     costly_bytes: float = 0.0  # of what light equations make dearly of the heavy one's result: kept beside it, not computed again
     keeps_result: bool = True  # else what is costly is kept in the result's place: nothing else is computed from the latter
 

@@ -21,7 +21,7 @@ from soapjax.graph.microbatch import micro_batch, sample_divisor
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.graph.trace.tracing import trace
-from soapjax.planning.pipelining.stage_baselines import whole_baselines
+from soapjax.planning.pipelining.pipelines import whole_baselines
 from soapjax.planning.pipelining.staging import plan_pipeline
 from soapjax.planning.plan_files import recost
 from soapjax.planning.profiling import in_stages

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import jax.extend.core as jex_core
 import jax.numpy as jnp
+import numpy as np
 
 from soapjax.graph.operators import HEAVY_RESULT, NOT_SPLIT, Access, Halo, InnerSum, Task, TaskEquations, TaskMemory, Tensor, Work
 from soapjax.graph.passes.dims import LabelCache, OperatorDims
-from soapjax.graph.passes.loss_gradients import adds_to_sum
 from soapjax.graph.passes.structure import dtype_name, structure_of
-from soapjax.graph.passes.units import Unit, is_relayout
+from soapjax.graph.passes.units import ADDITIONS, Unit, is_relayout
 from soapjax.graph.rules.flops import flops_of
 from soapjax.graph.rules.heavy_rules import border_rows, conv_results
 from soapjax.graph.rules.light_rules import BLOCKED, LIGHT
 from soapjax.graph.rules.pools import IMAGE, is_made_of_choices
 from soapjax.graph.trace.program import Atom, FlatEqn, Program, bytes_of
-from soapjax.graph.trace.values import Values
+from soapjax.graph.trace.values import Uses, Values
 
 
 class EqnDims(NamedTuple):
@@ -61,6 +62,20 @@ def _costly(unit: Unit) -> list[FlatEqn]:
     In float32 where it is narrower, and beside what it is computed from where something else is computed from that.
     """
     return [e for e in unit.eqns if unit.heavy is not None and e.name == "tanh"]
+
+
+def _adds_to_sum(eqn: FlatEqn, values: Values, uses: Uses) -> bool:
+    """Whether an equation adds to zeros what its only reader adds to something else: a scatter onto that, as XLA makes it.
+
+    The gradient of picking the labels' scores is added so into that of their normalisation.
+    """
+    if eqn.name != "scatter-add" or not isinstance(eqn.inputs[0], int):
+        return False
+    onto = values.producer.get(values.of(eqn.inputs[0]).root)
+    start = onto.inputs[0] if onto is not None and onto.name == "broadcast_in_dim" else None
+    reader = uses.only_reader(values.of(eqn.outputs[0]).root)
+    is_zero = isinstance(start, jex_core.Literal) and not np.any(start.val)
+    return is_zero and reader is not None and reader.name in ADDITIONS
 
 
 def readers_of(units: list[Unit], updates: list[FlatEqn], program: Program, values: Values) -> dict[int, set[int]]:
@@ -139,7 +154,7 @@ class TaskBuilder:
         memory = TaskMemory(
             0.0 if unit.heavy is None else bytes_of(self.program.aval(unit.heavy.outputs[0])),
             tuple(self._recomputed_from(unit, o, results) for o in results),
-            self._image(unit.heavy), unit.heavy is not None and adds_to_sum(unit.heavy, self.values, self.uses),
+            self._image(unit.heavy), unit.heavy is not None and _adds_to_sum(unit.heavy, self.values, self.uses),
             self._costly_bytes(unit), not _costly(unit) or self._is_read_itself(unit, results),
         )  # fmt: skip
         keys, heavy_key = tuple(e.key for e in unit.eqns), unit.heavy.key if unit.heavy else ""

@@ -1,4 +1,5 @@
-"""The best pipeline of a schedule: searched, and priced on the whole graph as it runs; PipeDream's by its dynamic program."""
+"""The best pipeline of a schedule: searched, and priced on the whole graph as it runs; PipeDream's by its dynamic program. And what
+it is compared with beside other pipelines."""
 
 from __future__ import annotations
 
@@ -9,18 +10,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+from soapjax.costs.split_share import share_of
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.streams.stage_programs import MicroGraph
 from soapjax.graph.microbatch import sample_divisor
 from soapjax.graph.operators import OperatorGraph
-from soapjax.planning.pipelining.stage_baselines import whole_baselines
 from soapjax.planning.pipelining.stage_times import StageTimes, simulated_stages
 from soapjax.planning.request import Understood
 from soapjax.search.front import Front, FrontPoint
 from soapjax.search.objective import LEAST_VIOLATING
 from soapjax.search.stages.choices import Choice, Priced
+from soapjax.search.stages.condensed_loads import CondensedLoads
 from soapjax.search.stages.joint_search import search_stages
 from soapjax.search.stages.pipedream_stages import Memory, pipedream
+from soapjax.search.stages.stage_figures import expert_of
 from soapjax.search.stages.stage_loads import stage_of_operators
 from soapjax.search.stages.stage_problem import SYNCHRONOUS, StageProblem
 from soapjax.strategy.layout import Spec
@@ -229,6 +232,30 @@ def _replicated_pipeline(problem: StageProblem, bounds: tuple[int, ...], devices
         for i, mine in enumerate(devices)
     )  # fmt: skip
     return Pipeline(schedule="pipedream", num_microbatches=num, stages=stages)
+
+
+def whole_baselines(loads: CondensedLoads) -> dict[str, StrategyFigures]:
+    """Strategies without a pipeline, by the same rules: one stage of all operators on all devices."""
+    usable, count = loads.topology.device.usable_memory_bytes, loads.topology.num_devices
+    best: dict[str, StrategyFigures] = {}
+    everything = (0, len(loads.whole.forward))
+    for k, inside in enumerate(loads.fabric(0, count, 1).choices):
+        if not inside.is_by_hand:
+            continue
+        load = loads.load(everything, 0, count, 1, k)
+        name = expert_of(inside.name)
+        step_s = load.forward_s + load.backward_s + load.update_s
+        memory = load.state_bytes + load.gradient_bytes + load.working_bytes
+        if (name == "data_parallel" or memory <= usable) and (name not in best or step_s < best[name].step_time_s):
+            serial = loads.load(everything, 0, count, 1, k, overlap=False)
+            sent_bytes = int(loads.sent_bytes(everything, 0, count, 1, k).sum())
+            split = loads.split_flops(everything, 0, count, 1, k)[None]
+            best[name] = StrategyFigures(
+                step_time_s=step_s, without_overlap_s=serial.forward_s + serial.backward_s + serial.update_s,
+                split_flops_share=share_of(*split.T), memory_bytes_per_device=int(memory),
+                sent_bytes=sent_bytes, feasible=memory <= usable, peak_sent_bytes=sent_bytes,
+            )  # fmt: skip
+    return best
 
 
 def provenance_of(found: FoundPipeline, base: Provenance, *, planner: str, seed: int) -> Provenance:
