@@ -103,7 +103,8 @@ def test_where_a_descent_ends_no_single_move_helps(model, topology, pins):
     while not descent.is_over:
         descent.round()
     best = descent.best
-    singles = moves.single(best.strategy, np.arange(moves.num_single))
+    count = len(moves.values_of_sets) + len(moves.storages_of_sets) + len(moves.dims_of_modules)
+    singles = moves.single(best.strategy, np.arange(count))
     assert all(space.is_valid(s) for s in singles)
     changed = [s for s in singles if s.key() != best.strategy.key()]
     assert changed and best.cost < start.cost

@@ -166,11 +166,6 @@ class Assignments:
         may = self.offers_on_spans[np.arange(num_ops), :, at] & carries[..., None]
         self.dims_of_modules = np.argwhere(may.any(axis=1))  # (which of `through_modules`, span)
 
-    @property
-    def num_single(self) -> int:
-        """How many moves assign one value or one dim on one span of axes, or one storage, to one set of operators."""
-        return len(self.values_of_sets) + len(self.storages_of_sets) + len(self.dims_of_modules)
-
     def swept(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Moves of `single` on one axis or of a storage, and those on several axes; each in random order.
 
@@ -185,7 +180,7 @@ class Assignments:
         return order[~is_wide[order]], order[is_wide[order]]
 
     def single(self, strategy: Strategy, which: np.ndarray) -> list[Strategy]:
-        """`strategy` after each of these moves, numbers below `num_single`."""
+        """`strategy` after each of these moves, by number: of values, of storages, and of dims of modules, one after the other."""
         before = np.broadcast_to(strategy.axes, (len(which), *strategy.axes.shape))
         axes, storage = before.copy(), np.repeat(strategy.storage[None], len(which), axis=0)
         firsts = np.cumsum([0, len(self.values_of_sets), len(self.storages_of_sets)])
