@@ -2,10 +2,10 @@
 
 They take ten seconds or so of a core, and tracing them keeps Python from all other threads. A search of a fixed number of
 proposals ends soonest where that begins at once. One of few has judged them all by then, and compiles none: perturbations find as
-much with 300 to 8,000 proposals as chains do behind them (AlexNet and RNNLM on p100x16 and a100x8: -1.2 to +0.1 % of the cost, means
-of three seeds). One that time may end is asked for the best soon: there it begins when descents and perturbations have come to their
-end, or as late as chains still have their share of the time. On NMT and 4 GPUs such a search is within 1 % of the best known cost
-after 3.7 s instead of 4.8, RNNLM on 16 after 5.1 instead of 8.4.
+much with 300 to 8,000 proposals as chains do behind them (AlexNet, RNNLM, NMT on 16 P100 and 8 A100: -1.8 to +0.3 % of the cost,
+means of three seeds). One that time may end is asked for the best soon: there it begins when descents and perturbations have come
+to their end, or as late as chains still have their share of the time. On NMT and 4 GPUs such a search is within 1 % of the best
+known cost after 3.7 s instead of 4.8, RNNLM on 16 after 5.1 instead of 8.4.
 
 Of a step of many equal blocks a search of a fixed number of proposals compiles none. Descents have split all blocks alike
 (shortening.py), and chains move one block at a time: of 48 and 96 layers they find 0.00 to 0.05 %, less than simplicity takes back.
