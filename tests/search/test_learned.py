@@ -136,7 +136,7 @@ def test_groups_stand_in_program_order_and_know_their_neighbours():
     sizes, told = told_of()
     number = np.full((1, sizes.operators), 9, np.int32)  # what fills up is in no group, whatever its number
     number[0, :6] = [7, 3, 7, 0, 3, 5]
-    found = networks.groups_of(jnp.asarray(number), told, 16, 32)
+    found = jax.jit(networks.groups_of, static_argnums=(2, 3))(jnp.asarray(number), told, 16, 32)
     assert int(found.used[0]) == 4
     assert found.slot[0, :6].tolist() == [0, 1, 0, 2, 1, 3]
     touches = {(int(a), int(b)) for a, b in zip(*np.nonzero(np.asarray(found.touches[0])), strict=True)}
@@ -192,17 +192,16 @@ def drawn(method):
 @methods
 def test_probabilities_are_those_that_devices_were_drawn_with(method):
     agent, told, learner, draw, device = drawn(method)
-    used = np.asarray(agent._groups(draw.number, told).used)
+    groups = jax.jit(agent._groups)(draw.number, told)
+    used, slots = np.asarray(groups.used), np.asarray(groups.slot)
     assert np.asarray(draw.device).max() < 3, "only devices that there are"
-    again = agent.policy.apply(
-        learner.params, told, agent._groups(draw.number, told), draw.device, method="log_probabilities"
-    )  # fmt: skip
+    log_probabilities = jax.jit(functools.partial(agent.policy.apply, method="log_probabilities"))
+    again = log_probabilities(learner.params, told, groups, draw.device)
     for m, count in enumerate(used):
         np.testing.assert_allclose(np.exp(np.asarray(again[m, :, :count])).sum(-1), 1, rtol=1e-5)
         chosen = np.take_along_axis(np.asarray(again[m]), np.asarray(draw.device[m])[..., None], 2)[:, :count, 0]
         np.testing.assert_allclose(np.asarray(draw.log_device[m])[:, :count], chosen, atol=1e-4)
     assert device.shape == (method.recipe.partitions * method.recipe.placements, agent.sizes.operators)
-    slots = np.asarray(agent._groups(draw.number, told).slot)
     for b in (0, method.recipe.placements - 1, len(device) - 1):
         m, p = divmod(b, method.recipe.placements)
         np.testing.assert_array_equal(np.asarray(device[b])[:6], np.asarray(draw.device)[m, p, slots[m, :6]])
@@ -280,7 +279,8 @@ def test_the_partition_network_begins_with_what_is_colocated():
     agent, told, count = agent_of(sizes, PPO.recipe), sizes.filled(features, 4), len(features.word)
     fixed = np.zeros(sizes.operators, np.int32)
     fixed[:count] = colocated(problem.graph, operator_seconds(problem), 4, 32)
-    logits = agent.policy.apply(agent.first(KEY, told, fixed).params, told, method="partition_logits")
+    partition_logits = jax.jit(functools.partial(agent.policy.apply, method="partition_logits"))
+    logits = partition_logits(agent.first(KEY, told, fixed).params, told)
     assert (np.asarray(logits).argmax(1)[:count] == fixed[:count]).mean() > 0.9
 
 
