@@ -219,7 +219,7 @@ def test_a_search_of_pipelines_keeps_to_the_limits():
     best = search_stages(plain, num_proposals=30).best
     by_hand = [
         p for p in plain._priced.values()
-        if all(plain.loads.choices(*p.choice.group(g)[:2], 2)[i].is_by_hand for g, i in enumerate(p.choice.inner))
+        if all(plain.loads.fabric(*p.choice.group(g)[:2], 2).choices[i].is_by_hand for g, i in enumerate(p.choice.inner))
     ]  # fmt: skip
     fastest = min(by_hand, key=lambda p: p.cost)
     low, high = min(p.sent_bytes for p in by_hand), fastest.sent_bytes
