@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import jax
 
 LEVEL = "xla_backend_optimization_level"  # of LLVM: the HLO is the same at every level
-# XLA's older emitters of fused loops: a third less to compile, and up to a fifth slower. 0.11 has them no longer.
+# XLA's older emitters of fused loops: a third less to compile, and some programs up to a fifth slower. 0.11 has them no longer.
 OLDER_EMITTERS: Mapping[str, bool | int] = {"xla_cpu_use_fusion_emitters": False}
 
 
