@@ -3,6 +3,8 @@
 import functools
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
 from problems import abstract
 
@@ -116,6 +118,25 @@ def test_predicted_bytes_are_the_compiled_ones(planner, dtype):
     assert differences(plan, found.collectives) == [] and not found.replicated and not found.rematerialised
     total = sum(b for part in plan.prediction.sends for b in part.bytes.values())
     assert total == pytest.approx(sum(plan.prediction.bytes_by_collective.values()), rel=1e-3, abs=32)
+
+
+def test_state_that_later_operators_read_is_kept_as_it_is_stored():
+    """A critic's update is an operator where the actor reads the new critic: its results are not gathered at the step's end."""
+    tx = optax.adam(1e-3)
+
+    def step(state, x):
+        critic, actor, of_critic = state
+        updates, of_critic = tx.update(jax.grad(lambda c: ((x @ c) ** 2).mean())(critic), of_critic)
+        critic = critic + updates
+        return (critic, actor - jax.grad(lambda a: (x @ a @ critic).mean())(actor), of_critic)
+
+    critic, actor, x = jnp.zeros((16, 8)), jnp.zeros((16, 16)), jnp.zeros((32, 16))
+    traced = soapjax.trace(step, (critic, actor, tx.init(critic)), x)
+    found = planning_problem(traced, load_topology("cpu8"))
+    plan = plan_of_strategy(found, get_planner("fsdp")(jax.random.key(0), found, Budget()).best.strategy)
+    assert plan.arguments["state.0"] == plan.arguments["state.2.0.mu"] == "d0+d1+d2, -"
+    apart = differences(plan, inspect(bind_plan(traced, plan)).collectives)
+    assert apart == []
 
 
 def test_what_the_plan_does_not_predict_is_named():

@@ -60,6 +60,11 @@ class _Users:
             else:
                 self.readers.setdefault(tensor, []).append((self.task_of[u], u))
         self.by_parameter = {p.tensor: i for i, p in enumerate(graph.parameters)}
+        # Arguments that lie as a parameter is stored: itself, and its optimizer state where operators read that.
+        by_leaf = {leaf: i for i, p in enumerate(graph.parameters) for leaf in (p.leaf, *p.state_leaves)}
+        self.stored_as = {i: by_leaf[t.input_leaf] for i, t in enumerate(graph.tensors) if t.input_leaf in by_leaf}
+        # And results that are them in the next step.
+        self.next_as = {result: by_leaf[leaf] for leaf, result in graph.state_pairs if leaf in by_leaf}
         self._by_gradient = {p.gradient: i for i, p in enumerate(graph.parameters)}
         self._update_task = {task.parameter: k for k, task in enumerate(graph.tasks) if task.parameter >= 0}
         self._carried = {chain.total for chain in graph.accumulations if chain.is_carried}
@@ -80,6 +85,10 @@ class _Users:
         if p in self._update_task:
             found.append((self._update_task[p], self.num_u + len(self.graph.parameters) + p))
         return sorted(found)
+
+    def kept_by(self, result: int) -> int:
+        """The slot of the layout in which a result that is the next step's state is kept."""
+        return self.num_u + self.next_as[result] if result in self.next_as else self.replicated
 
     def made_by(self, tensor: int) -> int:
         """The task that makes it."""
@@ -128,10 +137,10 @@ def _edges(graph: OperatorGraph, users: _Users) -> list[Edge]:
                 edges.append(Edge(
                     tensor=i, slot=u, task=k, bytes=sent, trips=count, parameter=users.by_parameter.get(i, -1), dtype=dtype,
                 ))  # fmt: skip
-        if tensor.output_leaves and i in users.writer and state_outputs.intersection(tensor.output_leaves):
+        kept = {users.kept_by(o) for o in state_outputs.intersection(tensor.output_leaves)} if i in users.writer else ()
+        for u in sorted(kept):
             edges.append(Edge(
-                tensor=i, slot=users.replicated, task=num_k, bytes=tensor.size_bytes * tensor.copies, trips=1, parameter=-1,
-                dtype=tensor.dtype,
+                tensor=i, slot=u, task=num_k, bytes=tensor.size_bytes * tensor.copies, trips=1, parameter=-1, dtype=tensor.dtype,
             ))  # fmt: skip
     for entry in graph.entries:
         if (first := users.first_reader(entry.target)) is not None:
@@ -160,8 +169,8 @@ def _layouts(
         first = found[0][1] if (found := users.of(i)) else begun.get(i)
         if first is not None:
             reader[i] = first
-        if i in users.by_parameter:
-            source[i], slot[i] = FROM_STORAGE, users.num_u + users.by_parameter[i]
+        if i in users.stored_as:
+            source[i], slot[i] = FROM_STORAGE, users.num_u + users.stored_as[i]
         elif i in users.writer:
             source[i], slot[i] = FROM_ACCESS, users.writer[i]
             trips[i] = graph.tasks[users.made_by(i)].trip_count
@@ -206,14 +215,14 @@ def _lives(graph: OperatorGraph, users: _Users, early: dict[tuple[int, int], int
     for i, tensor in enumerate(graph.tensors):
         last = max([early.get((k, i), k) for k, _ in users.of(i)], default=0)
         death[i] = last_task if tensor.output_leaves else last
-        if i in users.by_parameter:
-            death[i] = -1  # counted with its optimizer state
+        if i in users.stored_as:
+            death[i] = -1  # a parameter is counted with its optimizer state
         elif i in users.writer:
             birth[i] = users.made_by(i)
             death[i] = max(death[i], birth[i])  # a loop carries it over from the trip before
     for entry in graph.entries:
         first = users.first_reader(entry.target)
-        if first is not None and entry.source not in users.by_parameter:
+        if first is not None and entry.source not in users.stored_as:
             death[entry.source] = max(death[entry.source], first)
     lives = lifetimes(graph)
     death = np.where(death < 0, death, np.maximum(death, np.minimum(lives.last_use, last_task)))
