@@ -229,13 +229,12 @@ def pairwise(w, x):
     return jnp.tanh(x @ w) @ jnp.tanh(x @ w).T
 
 
+PAIRS = r"every sample with every other \(.* in pairwise: \[32, 32\]\)"
 LOSSES = {
     "a mean": (lambda w, x: jnp.mean(jnp.tanh(x @ w) @ w), None),
     "a sum, which whoever runs it says": (lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w), None),
-    "softmax over pairs, a mean": (
-        lambda w, x: -jnp.mean(jnp.diag(jax.nn.log_softmax(pairwise(w, x)))), r"shape \[32, 32\], every sample with"
-    ),
-    "a sum over pairs": (lambda w, x: jnp.sum(jax.nn.softplus(pairwise(w, x))) / len(x), r"shape \[32, 32\], every sample with"),
+    "softmax over pairs, a mean": (lambda w, x: -jnp.mean(jnp.diag(jax.nn.log_softmax(pairwise(w, x)))), PAIRS),
+    "a sum over pairs": (lambda w, x: jnp.sum(jax.nn.softplus(pairwise(w, x))) / len(x), PAIRS),
     "a mean with weights": (lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w) / jnp.sum(x > 0), None),
     "a ratio": (lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w) / jnp.sum(x @ w), "divided by a sum over the batch's results"),
 }

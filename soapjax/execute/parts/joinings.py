@@ -146,7 +146,8 @@ def _check_samples(micro: MicroStep, gradients: Sequence[int], unknown: str) -> 
     """
     mixing = micro.growth.mixing(gradients)
     if (pairs := mixing.pairs()) is not None:
-        value = f"the loss is made of a value of shape {list(mixing.shape(pairs))}, every sample with every other"
+        at = f"{pairs.source or pairs.name}: {list(mixing.shape(pairs))}"
+        value = f"the loss is made of a value that has every sample with every other ({at})"
         expected = "a loss of every sample by itself, or a mean: micro-batches have fewer pairs"
         raise SoapjaxError(Problem(_PLACE, value, expected, "use one micro-batch, or plan without a pipeline"))
     if (read := mixing.by_number()) is not None:

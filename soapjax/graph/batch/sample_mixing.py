@@ -184,9 +184,9 @@ class SampleMixing:
         return self.statistic() or self.pairs() or self.order()
 
     def shape(self, eqn: FlatEqn) -> tuple[int, ...]:
-        """Of its largest value, with the larger batch."""
-        values = (*eqn.read, *eqn.outputs)
-        return max((tuple(self.large.avals[v].shape) for v in values), key=math.prod)
+        """Of its value with most dims of samples, the largest of these, with the larger batch."""
+        shapes = {v: tuple(self.large.avals[v].shape) for v in (*eqn.read, *eqn.outputs)}
+        return max(shapes.items(), key=lambda of: (len(self._dims(of[0])), math.prod(of[1])))[1]
 
     def _dims(self, atom: Atom) -> set[int]:
         """Dims of samples."""
