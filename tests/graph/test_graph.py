@@ -310,6 +310,19 @@ def test_a_hand_marked_gradient_is_the_boundary():
     assert not graph.is_single_phase
 
 
+def test_an_average_of_parameters_as_they_were_is_kept_beside_them():
+    """One that lags a step behind; a target network of another shape, and one that the loss reads, are no such."""
+
+    def step(state, x):
+        w, average, target, other = state
+        grad = jax.grad(lambda w: (((x @ w) - x @ target) ** 2).mean())(w)
+        return w - grad, 0.9 * average + 0.1 * w, 0.9 * target + 0.1 * w, 0.9 * other + w.T
+
+    w = jnp.ones((8, 4))
+    graph, _ = build_graph(trace(step, (w, w, w, w.T), jnp.ones((2, 8))))
+    assert [(p.path, p.state_leaves) for p in graph.parameters] == [("state.0", (1,))]
+
+
 @pytest.mark.parametrize("kind", ["fori", "scan", "while", "lags"])
 def test_what_a_loop_before_the_gradient_hands_on_is_no_update(kind):
     """A key that is split anew in every trip: nothing behind the loop reads the last one."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -236,11 +236,42 @@ def _parameters(step: TracedStep, values: Values, phase: dict[str, int], downstr
             gradients[i] = found
     trained = [i for i in gradients if program.inputs[i] in read]
     state: dict[int, list[int]] = {}  # gradient -> what else is updated from it
-    for j in sorted(set(gradients) - set(trained)):
-        state.setdefault(gradients[j], []).append(j)
+    averages = _averages_of_old(step, values, phase, inside, {program.inputs[i]: gradients[i] for i in trained}, gradients)
+    for j, gradient in sorted({**{j: gradients[j] for j in set(gradients) - set(trained)}, **averages}.items()):
+        state.setdefault(gradient, []).append(j)
     return tuple(
         TracedParameter(step.in_paths[i], i, program.inputs[i], gradients[i], tuple(state.get(gradients[i], ()))) for i in trained
     )
+
+
+def _averages_of_old(
+    step: TracedStep, values: Values, phase: dict[str, int], inside: ThroughBranches, trained: dict[int, int],
+    known: Collection[int],
+) -> dict[int, int]:  # fmt: skip
+    """State that is made of a parameter as it was before the update (an average that lags behind it, a copy), and that only updates
+    read: input position -> the gradient of that parameter.
+
+    Args:
+      trained: gradient by the value of its parameter.
+      known: input positions of state that a gradient is in.
+    """
+    program, found = step.program, dict[int, int]()
+    read = {root for eqn in program.leaves if phase[eqn.key] != UPDATE for root in values.sources(eqn)}
+    for i, o in step.state_pairs.items():
+        shape = tuple(step.in_avals[i].shape)
+        if i in known or program.inputs[i] in read or not isinstance(program.outputs[o], int) or not shape:
+            continue
+        queue = [values.of(program.outputs[o]).root]
+        for root in queue:  # grows
+            if root in trained:
+                found[i] = trained[root]
+                break
+            producer = values.producer.get(root)
+            if producer is not None and phase[producer.key] == UPDATE:
+                operands = inside.operands(producer, root, lambda other, shape=shape: other == shape)
+                alike = (values.of(a).root for a in operands if tuple(program.avals[a].shape) == shape)
+                queue += [a for a in dict.fromkeys(alike) if a not in queue]
+    return found
 
 
 def _gradient_of(
