@@ -308,9 +308,10 @@ def test_a_loop_that_carries_a_key_nobody_draws_with_is_cut():
 @pytest.mark.parametrize("form", [dict(microbatches=2), dict(pipeline="1f1b", stages=2, microbatches=2)])
 def test_a_gradient_inside_a_loop_of_the_loss_is_of_the_forward_pass(form):
     """Hamiltonian nets: JAX takes what is the same in every trip out of the loop, and the loop's mark from it."""
+    strength = np.full(1, 1.5, np.float32)  # a constant of the step
 
     def energy(w, q, p):
-        return (jnp.tanh(p @ w["k"]) @ w["l"] + jnp.tanh(q @ w["u"]) @ w["v"]).sum()
+        return (strength * jnp.exp(w["m"]) * (jnp.tanh(p @ w["k"]) @ w["l"]) + jnp.tanh(q @ w["u"]) @ w["v"]).sum()
 
     def step(w, x):
         def loss(w):
@@ -324,7 +325,7 @@ def test_a_gradient_inside_a_loop_of_the_loss_is_of_the_forward_pass(form):
         value, gradient = jax.value_and_grad(loss)(w)
         return jax.tree.map(lambda a, b: a - 0.1 * b, w, gradient), value
 
-    shapes = {"k": (4, 10), "l": (10, 1), "u": (4, 6), "v": (6, 1), "in": (12, 8), "out": (8, 12)}
+    shapes = {"k": (4, 10), "l": (10, 1), "u": (4, 6), "v": (6, 1), "m": (1,), "in": (12, 8), "out": (8, 12)}
     w = {k: RNG.standard_normal(s).astype(np.float32) / 3 for k, s in shapes.items()}
     x = RNG.standard_normal((16, 12)).astype(np.float32)
     found = soap_shard(step, donate=False, proposals=8, **form)(w, x)

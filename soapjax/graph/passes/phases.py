@@ -163,7 +163,7 @@ def find_phases(step: TracedStep, values: Values) -> Phases:
             if phase[eqn.key] != UPDATE and eqn.key not in waits:
                 read_before.update(values.sources(eqn))
     phase.update(dict.fromkeys(waits, UPDATE))
-    phase.update(dict.fromkeys(_before_loops(leaves, values, phase, program.inputs), FORWARD))
+    phase.update(dict.fromkeys(_before_loops(step, values, phase), FORWARD))
     parameters = _parameters(step, values, phase, downstream)
     return Phases(phase, parameters, _first_late(leaves, values, phase))
 
@@ -180,13 +180,20 @@ def _outermost_transform(stack: str) -> int | None:
     return FORWARD if differentiated >= 0 else None
 
 
-def _before_loops(leaves: Sequence[FlatEqn], values: Values, phase: dict[str, int], inputs: Sequence[int]) -> set[str]:
+def _before_loops(step: TracedStep, values: Values, phase: dict[str, int]) -> set[str]:
     """What of a gradient inside a loop of the loss JAX makes before the loop, and so without the loop's mark: the cotangent with
-    which it begins, and what that makes of parameters alone. By what is made of nothing else, and read in the forward pass.
+    which it begins, and what that makes of parameters and constants alone. By what is made of nothing else, and read in the forward
+    pass.
     """
-    early, found = {values.of(i).root for i in inputs}, list[FlatEqn]()
+    program = step.program
+    leaves, found = program.leaves, list[FlatEqn]()
+    kept = {values.of(v).root for v in (*program.consts, *(program.inputs[i] for i in step.state_pairs))}
+    early = kept.union(values.of(v).root for v in program.inputs)
     for eqn in leaves:
-        if phase[eqn.key] == BACKWARD and early.issuperset(values.sources(eqn)):
+        if phase[eqn.key] == FORWARD and kept.issuperset(values.sources(eqn)):
+            kept.update(eqn.outputs)
+            early.update(eqn.outputs)
+        elif phase[eqn.key] == BACKWARD and early.issuperset(values.sources(eqn)):
             early.update(eqn.outputs)
             found.append(eqn)
     if not found:
