@@ -510,17 +510,19 @@ def test_gradients_are_found_through_an_update_of_other_shapes(is_transposed):
         assert binding.values.producer[p.gradient].name in ("dot_general", "transpose", "mul")
 
 
-@pytest.mark.parametrize("way", ["ravelled", "flat optimizer", "stacked"])
+@pytest.mark.parametrize("way", ["ravelled", "flat optimizer", "flat optimizer, if all is finite", "stacked"])
 def test_gradients_are_found_through_an_update_of_all_parameters_end_to_end(way):
     """Each finds its own, though others have its shape."""
     params = {"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4)), "c": jnp.ones((4, 4))}
     if way != "stacked":
         params["d"] = jnp.ones((4, 8))
     tx = optax.flatten(optax.sgd(0.1, momentum=0.9))
+    if way.endswith("finite"):
+        tx = optax.apply_if_finite(tx, 3)
 
     def step(params, state, x):
         grads = jax.grad(lambda p: (functools.reduce(lambda h, k: jnp.tanh(h @ p[k]), sorted(p), x) ** 2).mean())(params)
-        if way == "flat optimizer":
+        if way.startswith("flat optimizer"):
             updates, state = tx.update(grads, state, params)
             return optax.apply_updates(params, updates), state
         if way == "ravelled":
@@ -536,3 +538,20 @@ def test_gradients_are_found_through_an_update_of_all_parameters_end_to_end(way)
     # The loss goes through the parameters in order, and its gradient back: the last one's comes first.
     order = [binding.values.order[binding.values.producer[p.gradient].key] for p in binding.phases.parameters]
     assert order == sorted(order, reverse=True) and len(set(order)) == len(params)
+
+
+def test_gradients_are_found_behind_a_projection_to_few_rows():
+    """As GaLore's, whose projection changes in some steps only; the norm of all gradients leads to none of another parameter."""
+
+    def step(state, x):
+        params, q, n = state
+        grads = jax.grad(lambda p: (jnp.tanh(x @ p["a"]) @ p["b"]).mean())(params)
+        norm = optax.global_norm(grads)
+        q = jax.lax.cond(n % 2 == 0, lambda: jax.tree.map(lambda g: jnp.linalg.qr(g)[0][:, :2], grads), lambda: q)
+        return jax.tree.map(lambda p, q, g: p - q @ (q.T @ g) / norm, params, q, grads), q, n + 1
+
+    params, q = ({k: jnp.ones((8, n)) for k in "ab"} for n in (8, 2))
+    graph, binding = build_graph(trace(step, (params, q, 0), jnp.ones((16, 8))))
+    assert [p.path for p in graph.parameters] == ["state.0.a", "state.0.b"] and not graph.is_single_phase
+    of_a, of_b = (binding.values.order[binding.values.producer[p.gradient].key] for p in binding.phases.parameters)
+    assert of_a > of_b

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from soapjax.graph.passes.through_branches import ThroughBranches
 from soapjax.graph.trace.program import FlatEqn, Program
@@ -50,6 +51,10 @@ def _read_for(
                 yield a, first
             first -= length
         return
+    if eqn.name == "cond":
+        for branch in eqn.params["branches"]:
+            yield from _through_branch(inside, eqn, branch, eqn.outputs.index(out), first, size)
+        return
     rows = _first_row(eqn, out, program.aval(eqn.inputs[0]).shape) if eqn.inputs else None
     if rows is not None and isinstance(whole := eqn.inputs[0], int):
         yield whole, first + rows * math.prod(program.aval(whole).shape[1:])
@@ -61,6 +66,19 @@ def _read_for(
         shape = tuple(program.aval(out).shape)
         read = inside.operands(eqn, out, lambda other: other == shape)
         yield from ((a, first) for a in read if tuple(program.aval(a).shape) == shape)
+
+
+def _through_branch(
+    inside: ThroughBranches, eqn: FlatEqn, branch: Any, k: int, first: int, size: int
+) -> Iterator[tuple[int, int]]:  # fmt: skip
+    """The same of result `k` of a `cond`, by what is inside of one of its branches."""
+    program, makers = inside.flat(branch)
+    queue = [(v, first)] if isinstance(v := program.outputs[k], int) else []
+    for value, start in queue:  # grows
+        if value in makers:
+            queue += [found for found in _read_for(program, inside, makers[value], value, start, size) if found not in queue]
+        elif value in program.inputs and isinstance(a := eqn.inputs[1 + program.inputs.index(value)], int):
+            yield a, start
 
 
 def _first_row(eqn: FlatEqn, out: int, shape: tuple[int, ...]) -> int | None:

@@ -18,6 +18,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from soapjax.graph.passes.flat_updates import gradient_in_pieces
+from soapjax.graph.passes.only_gradient import only_gradient
 from soapjax.graph.passes.through_branches import ThroughBranches
 from soapjax.graph.trace.program import FlatEqn, Program
 from soapjax.graph.trace.tracing import TracedStep, leaf_paths
@@ -228,6 +229,13 @@ def _parameters(step: TracedStep, values: Values, phase: dict[str, int], downstr
     in_avals = step.in_avals
     gradients: dict[int, int] = {}  # input position -> root of its gradient
     inside = ThroughBranches()
+
+    def is_backward(eqn: FlatEqn) -> bool:
+        return phase[eqn.key] == BACKWARD
+
+    def is_update(eqn: FlatEqn) -> bool:
+        return phase[eqn.key] == UPDATE
+
     for i, o in step.state_pairs.items():
         out, shape = program.outputs[o], tuple(in_avals[i].shape)
         found, sums = _gradient_of(program, values, phase, inside, out, shape) if isinstance(out, int) else (None, [])
@@ -236,9 +244,8 @@ def _parameters(step: TracedStep, values: Values, phase: dict[str, int], downstr
             found = sums[0]
             _make_backward(values, phase, found)
         if found is None and isinstance(out, int) and program.inputs[i] in read:
-            found = gradient_in_pieces(
-                program, values, inside, out, lambda eqn: phase[eqn.key] == BACKWARD, lambda eqn: phase[eqn.key] == UPDATE
-            )
+            looks = (look(program, values, inside, out, is_backward, is_update) for look in (gradient_in_pieces, only_gradient))
+            found = next((root for root in looks if root is not None), None)
         if found is not None:
             gradients[i] = found
     trained = [i for i in gradients if program.inputs[i] in read]

@@ -35,6 +35,14 @@ class ThroughBranches:
             return list(dict.fromkeys(eqn.read))
         return list(dict.fromkeys(a for i in found if isinstance(a := eqn.inputs[i], int)))
 
+    def flat(self, closed: Any) -> tuple[Program, dict[int, FlatEqn]]:
+        """A branch as a program, and what makes its values."""
+        if id(closed) not in self._flat:
+            program = flatten(closed)
+            self._flat[id(closed)] = closed, program, {o: e for e in program.eqns for o in e.outputs}
+        _, program, makers = self._flat[id(closed)]
+        return program, makers
+
     def _of_loop(self, eqn: FlatEqn, k: int, is_alike: Callable[[Shape], bool]) -> Iterator[int]:
         """Positions of a `while`'s operands that its result `k` is computed from, by any number of trips."""
         num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
@@ -49,10 +57,7 @@ class ThroughBranches:
 
     def _inputs(self, closed: Any, k: int, is_alike: Callable[[Shape], bool]) -> list[int]:
         """Positions of the inputs that output `k` of a jaxpr is computed from."""
-        if id(closed) not in self._flat:
-            program = flatten(closed)
-            self._flat[id(closed)] = closed, program, {o: e for e in program.eqns for o in e.outputs}
-        _, program, makers = self._flat[id(closed)]
+        program, makers = self.flat(closed)
         queue = [v] if isinstance(v := program.outputs[k], int) else []
         for v in queue:  # grows
             read = self.operands(makers[v], v, is_alike) if v in makers else ()
