@@ -282,7 +282,7 @@ def _averages_of_old(
                 break
             producer = values.producer.get(root)
             if producer is not None and phase[producer.key] == UPDATE:
-                operands = inside.operands(producer, root, lambda other, shape=shape: other == shape)
+                operands = inside.operands(producer, root, shape.__eq__)
                 alike = (values.of(a).root for a in operands if tuple(program.avals[a].shape) == shape)
                 queue += [a for a in dict.fromkeys(alike) if a not in queue]
     return found
