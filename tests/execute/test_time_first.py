@@ -9,6 +9,8 @@ from planned import topology_with
 import soapjax
 from soapjax.errors import SoapjaxError
 from soapjax.execute.parts.microbatches import micro_step
+from soapjax.graph.microbatch import sample_divisor
+from soapjax.graph.passes.build import build_graph
 
 TIME, BATCH = 6, 8
 PIPELINE = {"pipeline": "1f1b", "stages": 2, "microbatches": 2}
@@ -64,10 +66,26 @@ def step_of(loss):
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_second_dim_is_the_batch_where_steps_in_time_depend_on_each_other(name, caplog):
     step, args = step_of(LOSSES[name]), arguments()
-    how = PIPELINE if name == "a weighted mean" else {"microbatches": BATCH if name == "returns" else 2}
+    how = PIPELINE if name == "a weighted mean" else {"microbatches": 2 if name == "attention" else BATCH}
     found = soapjax.soap_shard(step, topology=topology_with(4), proposals=8, check="none", **how)(*args)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found, jax.jit(step)(*args))
     assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["differences", "a running sum", "returns"])
+def test_data_parallelism_splits_the_second_dim_too(name):
+    graph, _ = build_graph(soapjax.trace(step_of(LOSSES[name]), *arguments()))
+    assert sample_divisor(graph) == BATCH
+
+
+def test_one_trajectory_of_many_features_is_split_along_the_first():
+    def step(p, x):
+        grads = jax.grad(lambda p: ((net(p, x)[1:] - net(p, x)[:-1]) ** 2).mean())(p)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads)
+
+    p, x, *_ = arguments()
+    graph, _ = build_graph(soapjax.trace(step, p, x[:, 0]))
+    assert {d.size for op in graph.operators for d in op.dims if d.kind == "S"} == {TIME}
 
 
 def test_each_argument_is_cut_where_it_has_the_batch():

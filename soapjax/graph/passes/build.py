@@ -106,8 +106,9 @@ class _Builder:
         trained = {self.program.inputs[i] for p in self.phases.parameters for i in (p.leaf, *p.state_leaves)}
         data, walkers = self._data(trained)
         dims = SampleDims(self.program, self.values, self.labels)
-        self.given = dims.given_weights(data, self.phases.by_gradient.keys())
-        self.samples = dims.nodes_of(data=data - self.given, walkers=walkers, trained=trained)
+        gradients = self.phases.by_gradient.keys()
+        self.given = dims.given_weights(data, gradients)
+        self.samples = dims.nodes_of(data=data - self.given, walkers=walkers, trained=trained, gradients=gradients)
         self.parameter_values = {p.value for p in self.phases.parameters}
         readers = readers_of(self.units, self.updates, self.program, self.values)
         self.tasks = TaskBuilder(self.units, self.program, self.values, self.labels, self.generated, readers)

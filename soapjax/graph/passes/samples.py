@@ -1,6 +1,7 @@
 """Which dims of a step's values are of samples, and which of its inputs hold samples at all.
 
-The batch is the leading dim of the data, or the second of what a loop runs over, and what the equations' labels tie to that.
+The batch is the leading dim of the data, or the second of what begins with time, and what the equations' labels tie to that.
+Time is what a loop runs over, or along which neighbours meet (`v[1:] - v[:-1]`); gradients are then sums over the second dim, too.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ class SampleDims:
                     if (twin := first.setdefault(lab, node)) is not node:
                         self.uf.union(twin, node)
 
-    def nodes_of(self, *, data: set[int], walkers: set[int], trained: set[int]) -> set[tuple[int, int]]:
-        """All (root, dim) nodes that descend from the leading dim of the step's data, or the second of what a loop runs over.
+    def nodes_of(
+        self, *, data: set[int], walkers: set[int], trained: set[int], gradients: Iterable[int]
+    ) -> set[tuple[int, int]]:  # fmt: skip
+        """All (root, dim) nodes that descend from the leading dim of the step's data, or the second of what begins with time.
 
         What is made anew of a whole batch (two batches joined, one shuffled, cut or regrouped) is a batch too: `labels` then lets
         it be split, every device takes its block of what the equation makes of whole operands. So is what the step draws as many
@@ -60,9 +63,11 @@ class SampleDims:
 
         Args:
           data: inputs that hold data. `walkers`: state that is handled as data. `trained`: parameters and their optimizer's state.
+          gradients: roots of the parameters' gradients.
         """
         avals, nodes = self.program.avals, set(self.nodes)
-        seeds = {(v, self._batch_dim(v)) for v in data if avals[v].shape}
+        behind = self._behind_time(data, gradients)
+        seeds = {(v, self._batch_dim(v, behind)) for v in data if avals[v].shape}
         seeds |= self._drawn({avals[v].shape[d] for v, d in seeds}, trained)
         seeds |= {(v, 0) for v in walkers}
         sizes = {avals[v].shape[d] for v, d in seeds}
@@ -94,9 +99,7 @@ class SampleDims:
         """
         program, original = self.program, self.values.original
         candidates = list(candidates)
-        of_inputs = set(candidates)
-        follow(program, of_inputs)
-        summed = self._summed_in_gradients(set(gradients), of_inputs)
+        summed = self._sums_of(gradients, candidates)
 
         def has_samples(atom: Atom) -> bool:
             nodes = (self.values.node(atom, d) for d in range(len(program.aval(atom).shape))) if isinstance(atom, int) else ()
@@ -118,6 +121,12 @@ class SampleDims:
                     of = {own.get(original[a].root) for a in eqn.inputs[:1] if isinstance(a, int)}
                 found |= of - {None}
         return found
+
+    def _sums_of(self, gradients: Iterable[int], given: Iterable[int]) -> set[Hashable]:
+        """Classes of the dims of samples by what gradients are sums over; `given`: inputs that are no state."""
+        of_inputs = set(given)
+        follow(self.program, of_inputs)
+        return self._summed_in_gradients(set(gradients), of_inputs)
 
     def _summed_in_gradients(self, gradients: set[int], of_inputs: set[int]) -> set[Hashable]:
         """Classes of the dims over which many gradients are sums, and of those that these are made of: joined, cut, put in order.
@@ -200,7 +209,33 @@ class SampleDims:
             return None  # positions within an example, merged with the examples before
         return target if after[made.result_dim] > 1 else None
 
-    def _batch_dim(self, v: int) -> int:
-        """The first dim of a step's data that no loop runs over: of [time, batch, ...] the second."""
-        shape = self.program.avals[v].shape
-        return next((d for d in range(len(shape)) if (self.uf.find((v, d)), shape[d]) not in self.over_loops), 0)
+    def _batch_dim(self, v: int, behind: set[Hashable]) -> int:
+        """The first dim of a step's data that is no time: of [time, batch, ...] the second; `behind`: as of `_behind_time`."""
+        shape, of = self.program.avals[v].shape, self.uf.find
+        first = next((d for d in range(len(shape)) if (of((v, d)), shape[d]) not in self.over_loops), 0)
+        return next((d for d in range(len(shape)) if of((v, d)) in behind), first)
+
+    def _behind_time(self, data: set[int], gradients: Iterable[int]) -> set[Hashable]:
+        """Classes of the batch behind a first dim along which neighbours meet: gradients are sums over it too."""
+        meeting, avals, of = self._where_neighbours_meet(), self.program.avals, self.uf.find
+        second = {of((v, 1)) for v in data if len(avals[v].shape) > 1 and avals[v].shape[1] > 1 and of((v, 0)) in meeting}
+        return second & self._sums_of(gradients, data) - meeting if second else set()
+
+    def _where_neighbours_meet(self) -> set[Hashable]:
+        """Classes of dims that are summed up one after the other, or of which two slices overlap, as all but the first do and all
+        but the last."""
+        found, avals = set[Hashable](), self.program.avals
+        slices: dict[tuple[Hashable, int], set[tuple[int, int]]] = {}
+        for eqn in self.program.leaves:
+            if not eqn.inputs or not isinstance(a := eqn.inputs[0], int):
+                continue
+            if eqn.name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
+                node = self.values.node(a, eqn.params["axis"])
+                found |= set() if node is None else {self.uf.find(node)}
+            elif eqn.name == "slice" and eqn.params["strides"] is None:
+                bounds = zip(eqn.params["start_indices"], eqn.params["limit_indices"], avals[a].shape, strict=True)
+                for d, (start, limit, size) in enumerate(bounds):
+                    if limit - start < size and (node := self.values.node(a, d)) is not None:
+                        slices.setdefault((self.uf.find(node), size), set()).add((start, limit))
+        overlap = (any(a < b < end for a, end in of for b, _ in of) for of in slices.values())
+        return found | {where for (where, _), is_so in zip(slices, overlap, strict=True) if is_so}
