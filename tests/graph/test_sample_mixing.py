@@ -58,6 +58,7 @@ LOSSES = {
     "blocks recomputed": jax.checkpoint(lambda w, x: (hidden(w, x) ** 2).mean() + jnp.sqrt((w**2).sum())),
     "parameters alone": lambda w, x: (hidden(w, x) ** 2).mean() + jnp.sqrt((w**2).sum()),
     "a mask": lambda w, x: jnp.where(x[:, :1] > 0, hidden(w, x), 0.0).mean(),
+    "a product": lambda w, x: jnp.prod(hidden(w, x), -1).mean(),
     "its own places": lambda w, x: jnp.take_along_axis(hidden(w, x), (x[:, :2] > 0).astype(int), 1).mean(),
     "a product of vectors": lambda w, x: jnp.dot(hidden(w, x).mean(0), w[0]),
     "subtracted at its own places": lambda w, x: (hidden(w, x).at[jnp.arange(len(x)), 0].subtract(1.0) ** 2).mean(),

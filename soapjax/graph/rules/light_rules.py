@@ -95,8 +95,7 @@ def _transpose(eqn: FlatEqn, ins, outs) -> Labels:
 @register("reshape")
 def _reshape(eqn: FlatEqn, ins, outs) -> Labels:
     """Merged or split dims are tied by their major factor: blocks of it stay blocks. The other factors are made of all of it."""
-    order = eqn.params.get("dimensions") or range(len(ins[0]))  # a transpose first
-    a, b = tuple(ins[0][d] for d in order), outs[0]
+    a, b = ins[0], outs[0]
     la, lb = [BLOCKED] * len(a), [BLOCKED] * len(b)
     if 0 in a:  # nothing in it
         return replicated(ins, outs)
@@ -119,12 +118,10 @@ def _reshape(eqn: FlatEqn, ins, outs) -> Labels:
         if ma is not None and mb is not None:
             la[ma] = lb[mb] = label
             label += 1
-            made_of += [MadeOf(0, order[ma], 0, d) for d in range(mb + 1, j + 1) if i == ma and b[d] > 1]  # [64] -> [4, 16]
-            made_of += [MadeOf(0, order[d], 0, mb) for d in range(ma + 1, i + 1) if j == mb and a[d] > 1]  # [2, 64] -> [128]
+            made_of += [MadeOf(0, ma, 0, d) for d in range(mb + 1, j + 1) if i == ma and b[d] > 1]  # [64] -> [4, 16]
+            made_of += [MadeOf(0, d, 0, mb) for d in range(ma + 1, i + 1) if j == mb and a[d] > 1]  # [2, 64] -> [128]
         i, j = i + 1, j + 1
-    labels = dict(zip(order, la, strict=True))
-    first = tuple(labels[d] for d in range(len(a)))
-    return Labels((first, *((BLOCKED,) * len(s) for s in ins[1:])), (tuple(lb),), made_of=tuple(made_of))
+    return Labels((tuple(la), *((BLOCKED,) * len(s) for s in ins[1:])), (tuple(lb),), made_of=tuple(made_of))
 
 
 @register("squeeze", "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")

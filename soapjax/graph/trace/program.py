@@ -164,6 +164,10 @@ class _Flattener:
                 results = self.inline_closed(*_solver(eqn.params, inputs), path, out, in_scan=in_scan)
             elif name in _OVER_DIMS and all(isinstance(axis, int) for axis in eqn.params["axes"]):
                 results = [self._reduced(name, eqn.params["axes"], a, path, out) for a in inputs]
+            elif name == "reshape" and eqn.params["dimensions"] is not None:
+                around, self._calls = self._calls, (*self._calls, Call(eqn.source_info, ""))
+                results = self._traced(functools.partial(_transposed_first, eqn.params), inputs, path, out)
+                self._calls = around
             elif not self.has_rule(name) and (closed := made_of(eqn)) is not None:
                 results = self.inline_closed(closed, inputs, path, out, in_scan=in_scan)
             elif name == "scan" and (self.unroll or not eqn.params["length"]):
@@ -265,6 +269,11 @@ def loop_params(params: dict[str, Any]) -> dict[str, Any]:
         return params
     consts, carry, _ = (len(list(tree)) for tree in params["ft_in"].unpack())
     return {k: v for k, v in params.items() if k not in ("ft_in", "ft_out")} | dict(num_consts=consts, num_carry=carry)
+
+
+def _transposed_first(params: dict[str, Any], x: Any) -> Any:
+    """A reshape that takes the dims in another order first, as in the derivative of a product over a dim, one by one."""
+    return jax.lax.reshape(jax.lax.transpose(x, params["dimensions"]), params["new_sizes"])
 
 
 def _solver(params: dict[str, Any], inputs: list[Atom]) -> tuple[Any, list[Atom]]:
