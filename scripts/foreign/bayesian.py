@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,35 @@ def svi_multi() -> Made:
     svi = SVI(m.model, AutoNormal(m.model), Adam(1e-2), RenyiELBO(alpha=0.5, num_particles=8), D_H=8)
     X, Y = floats(32, 3), floats(32, 1)  # noqa: N806
     return Made(svi.update, (svi.init(jax.random.PRNGKey(0), X, Y), X, Y))
+
+
+@bayes_case("numpyro_annealed_sampling", source=NUMPYRO, packages=["numpyro"])
+def annealed() -> Made:
+    """A guide of Langevin steps: gradients in a `scan` inside the loss."""
+    from numpyro.infer import SVI, Trace_ELBO
+    from numpyro.infer.autoguide import AutoDAIS
+    from numpyro.optim import Adam
+
+    m = pieces(f"{NUMPYRO}/examples/dais_demo.py", ("kernel", "model", "get_data"))
+    X, Y = m.get_data(16)  # noqa: N806
+    svi = SVI(m.model, AutoDAIS(m.model, K=4), Adam(1e-3), Trace_ELBO())
+    return Made(svi.update, (svi.init(jax.random.PRNGKey(0), X, Y), X, Y))
+
+
+@bayes_case("numpyro_hidden_markov", source=NUMPYRO, packages=["numpyro", "funsor"])
+def enumerated_states() -> Made:
+    """Hidden states are summed out one by one, of sequences of several lengths."""
+    from numpyro.handlers import block
+    from numpyro.infer import SVI, TraceEnum_ELBO
+    from numpyro.infer.autoguide import AutoDelta
+    from numpyro.optim import Adam
+
+    m = pieces(f"{NUMPYRO}/examples/hmm_enum.py", ("model_1",))
+    model = functools.partial(m.model_1, args=types.SimpleNamespace(hidden_dim=4))
+    guide = AutoDelta(block(model, hide_fn=lambda site: site.get("infer", {}).get("enumerate") == "parallel"))
+    svi = SVI(model, guide, Adam(1e-3), TraceEnum_ELBO())
+    data = ints(2, 16, 8, 11).astype(np.float32), ints(8, 16, low=3)
+    return Made(svi.update, (svi.init(jax.random.PRNGKey(0), *data), *data))
 
 
 @bayes_case("numpyro_nuts_kernel", source=NUMPYRO, packages=["numpyro"])
