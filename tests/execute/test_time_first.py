@@ -88,6 +88,22 @@ def test_one_trajectory_of_many_features_is_split_along_the_first():
     assert {d.size for op in graph.operators for d in op.dims if d.kind == "S"} == {TIME}
 
 
+def test_places_in_experts_are_counted_along_the_tokens_of_a_batch_that_is_first():
+    """All examples' tokens in one dim: that begins with the batch, whose second dim is no batch."""
+
+    def step(p, x):
+        def loss(p):
+            tokens = net(p, x).reshape(-1, 5)
+            places = jnp.cumsum(jax.nn.one_hot(tokens.argmax(-1), 5), 0)
+            return (jnp.where(places < 4, tokens, 0) ** 2).mean()
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, jax.grad(loss)(p))
+
+    p, x, *_ = arguments()
+    graph, _ = build_graph(soapjax.trace(step, p, x.transpose(1, 0, 2)))
+    assert sample_divisor(graph) == BATCH
+
+
 def test_each_argument_is_cut_where_it_has_the_batch():
     micro = micro_step(step_of(LOSSES["returns"]), *arguments(), num_microbatches=2)
     cut = {micro.full.in_paths[k]: d for k, d in zip(micro.batch_leaves, micro.batch_dims, strict=True)}

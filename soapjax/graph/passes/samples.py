@@ -217,25 +217,26 @@ class SampleDims:
 
     def _behind_time(self, data: set[int], gradients: Iterable[int]) -> set[Hashable]:
         """Classes of the batch behind a first dim along which neighbours meet: gradients are sums over it too."""
-        meeting, avals, of = self._where_neighbours_meet(), self.program.avals, self.uf.find
-        second = {of((v, 1)) for v in data if len(avals[v].shape) > 1 and avals[v].shape[1] > 1 and of((v, 0)) in meeting}
-        return second & self._sums_of(gradients, data) - meeting if second else set()
+        meeting, of = self._where_neighbours_meet(), self.uf.find
+        shapes = {v: self.program.avals[v].shape for v in data}
+        second = {of((v, 1)) for v, s in shapes.items() if len(s) > 1 and s[1] > 1 and (of((v, 0)), s[0]) in meeting}
+        return second & self._sums_of(gradients, data) - {where for where, _ in meeting} if second else set()
 
-    def _where_neighbours_meet(self) -> set[Hashable]:
-        """Classes of dims that are summed up one after the other, or of which two slices overlap, as all but the first do and all
-        but the last."""
-        found, avals = set[Hashable](), self.program.avals
+    def _where_neighbours_meet(self) -> set[tuple[Hashable, int]]:
+        """Classes of dims, and sizes, that are summed up one after the other, or of which two slices overlap, as all but the first
+        do and all but the last. (Tokens of all examples in one dim, which places in experts are counted along, are more.)"""
+        found, avals = set[tuple[Hashable, int]](), self.program.avals
         slices: dict[tuple[Hashable, int], set[tuple[int, int]]] = {}
         for eqn in self.program.leaves:
             if not eqn.inputs or not isinstance(a := eqn.inputs[0], int):
                 continue
             if eqn.name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
-                node = self.values.node(a, eqn.params["axis"])
-                found |= set() if node is None else {self.uf.find(node)}
+                node = self.values.node(a, axis := eqn.params["axis"])
+                found |= set() if node is None else {(self.uf.find(node), avals[a].shape[axis])}
             elif eqn.name == "slice" and eqn.params["strides"] is None:
                 bounds = zip(eqn.params["start_indices"], eqn.params["limit_indices"], avals[a].shape, strict=True)
                 for d, (start, limit, size) in enumerate(bounds):
                     if limit - start < size and (node := self.values.node(a, d)) is not None:
                         slices.setdefault((self.uf.find(node), size), set()).add((start, limit))
         overlap = (any(a < b < end for a, end in of for b, _ in of) for of in slices.values())
-        return found | {where for (where, _), is_so in zip(slices, overlap, strict=True) if is_so}
+        return found | {where for where, is_so in zip(slices, overlap, strict=True) if is_so}
