@@ -19,13 +19,17 @@ Bind = Callable[[FlatEqn, list[Any], dict[str, Any]], list[Any]]  # runs an equa
 
 
 def run_by_row(k: int, eqn: FlatEqn, inputs: list[Any], layouts: PlanLayouts, bind: Bind) -> list[Any]:
-    """The results of an equation `BY_ROW` of task `k`, split as its operator is."""
-    dims, operator = layouts.binding.dims_of[eqn.key], layouts.graph.tasks[k].operator
-    in_specs, out_specs = ([layouts.spec_from(operator, d) for d in of] for of in (dims.operands, dims.results))
-    if not any(map(axes_of, out_specs)):
+    """The results of an equation `BY_ROW` of task `k`, split as its one operand is in that operator.
+
+    A batch that is made anew of whole rows (an FFT over the samples) is in whole rows here, too: its block is taken afterwards.
+    """
+    (operand,) = layouts.binding.dims_of[eqn.key].operands
+    spec = layouts.spec_from(layouts.graph.tasks[k].operator, operand)
+    if not axes_of(spec):
         return bind(eqn, inputs, eqn.params)
+    rows = partition_spec(spec)
     run = jax.shard_map(
-        lambda *rows: tuple(bind(eqn, list(rows), eqn.params)), mesh=layouts.mesh, check_vma=False,
-        in_specs=tuple(map(partition_spec, in_specs)), out_specs=tuple(map(partition_spec, out_specs)),
+        lambda x: tuple(bind(eqn, [x], eqn.params)), mesh=layouts.mesh, check_vma=False,
+        in_specs=rows, out_specs=(rows,) * len(eqn.outputs),
     )  # fmt: skip
     return list(run(*inputs))
