@@ -1,6 +1,6 @@
 """When the chains' programs are compiled: beside the descents, or after them.
 
-They take ten seconds or so of a core, and tracing them keeps Python from all other threads. A search of a fixed number of
+They take five seconds or so of a core, and tracing them keeps Python from all other threads. A search of a fixed number of
 proposals ends soonest where that begins at once. One of few has judged them all by then, and compiles none: perturbations find as
 much with 300 to 8,000 proposals as chains do behind them (AlexNet, RNNLM, NMT on 16 P100 and 8 A100: -1.8 to +0.3 % of the cost,
 means of three seeds). One that time may end is asked for the best soon: there it begins when descents and perturbations have come
@@ -19,7 +19,9 @@ from soapjax.search.descent.shortening import shortened
 from soapjax.search.problem import Budget, PlanningProblem
 
 COMPILING = 3.3  # times as long as the simulator's programs those of the chains take to compile, while descents run
-COMPILING_S = 8.0  # at least, where the simulator's come from disk: on two cores at 3 GHz or so
+# At least. Two fast cores take five seconds, but with chains in searches of 14 s (2.8 times, 5 s) ResNet-101 on 8 A100 and BERT on 64
+# came out 0.5 and 1.1 % slower: without, perturbations have more of the time.
+COMPILING_S = 8.0
 READY_BY = 0.5  # of the budget's seconds, if compiled from the beginning, or chains are left out
 OF_A_DESCENT = 20_000  # proposals at the most, of a few hundred operators: no chains walk in a search of fewer
 CHAINS_FROM = 0.7  # of the budget's seconds: until when starts may descend and be perturbed
