@@ -19,8 +19,8 @@ from soapjax.search.descent.shortening import shortened
 from soapjax.search.problem import Budget, PlanningProblem
 
 COMPILING = 3.3  # times as long as the simulator's programs those of the chains take to compile, while descents run
-# At least. Two fast cores take five seconds, but with chains in searches of 14 s (2.8 times, 5 s) ResNet-101 on 8 A100 and BERT on 64
-# came out 0.5 and 1.1 % slower: without, perturbations have more of the time.
+# At least. Two fast cores take five seconds, but with chains in searches of 14 s (2.8 times, 5 s) ResNet-101 on 8 A100 and BERT on
+# 64 came out 0.5 and 1.1 % slower: without, perturbations have more of the time.
 COMPILING_S = 8.0
 READY_BY = 0.5  # of the budget's seconds, if compiled from the beginning, or chains are left out
 OF_A_DESCENT = 20_000  # proposals at the most, of a few hundred operators: no chains walk in a search of fewer
