@@ -112,8 +112,8 @@ def test_chains_are_compiled_beside_descents_or_after_them(problem, monkeypatch)
 ])  # fmt: skip
 def test_chains_are_compiled_at_the_latest_when_they_still_have_their_share(problem, budget, latest, monkeypatch):
     monkeypatch.setattr(Engine, "is_at_hand", lambda self: False)
-    monkeypatch.setattr(problem.simulator, "compile_s", 10.0 / COMPILING)
     problem.simulator.prepare()
+    monkeypatch.setattr(problem.simulator, "compile_s", 10.0 / COMPILING)
     programs = chain_programs(engine_of(problem), budget)
     assert programs is latest is None or programs.latest == pytest.approx(latest)
     monkeypatch.setattr(Engine, "is_at_hand", lambda self: True)

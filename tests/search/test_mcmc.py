@@ -251,6 +251,21 @@ def test_a_descent_begins_at_the_additive_optimum(step_problem, monkeypatch, bud
     assert begun and optimum.key() not in begun
 
 
+def test_where_no_chains_follow_it_starts_once_more(step_problem, monkeypatch):
+    """From another random start, when perturbations of the first ends no longer help."""
+    monkeypatch.setattr(descents, "MAX_FAILED", 1)
+    begun = []
+
+    class Seen(descents.Descent):
+        def __init__(self, problem, start, *args, **options):
+            begun.append(start.strategy.key())
+            super().__init__(problem, start, *args, **options)
+
+    monkeypatch.setattr(descents, "Descent", Seen)
+    found = mcmc(jax.random.key(2), step_problem, Budget(num_proposals=4000, random_start=True))
+    assert found.stopped_by == "converged" and len(begun) == len(set(begun)) == 3
+
+
 def test_of_three_descents_the_worst_ends_once_two_have_shown_what_they_come_to(step_problem, monkeypatch):
     monkeypatch.setattr(descents, "RACED", 64)
     rounds = []
