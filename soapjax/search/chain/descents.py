@@ -38,7 +38,7 @@ OF_PROPOSALS, OF_SECONDS, ALONE = 0.3, (0.6, CHAINS_FROM), (0.8, 0.85)
 PERTURBED = 0.1  # behind that part of the proposals
 # Of a number of proposals, where no chains follow: perturbations end when so many made it no faster than `LITTLE`, and then those
 # of one more descent, from another random start. Of 48 layers of width 8,192 on 64 H100 one seed of six is 3.0 % behind without
-# that, none with it. (With two more, BERT on 64 A100 is 0.7 % behind its best seed instead of 1.1, and GPT-3 175B takes 4 s longer.)
+# that, none with it. (With two more BERT on 64 A100 is 0.7 % behind its best seed instead of 1.1; GPT-3 175B takes 4 s longer.)
 IDLE, IDLE_AGAIN, LITTLE = 0.18, 0.15, 0.002
 WHOLE_AFTER_FEWER = 0.006  # of the budget: what the descent of the whole step may take after one with fewer blocks
 TIGHTENED = 0.05  # of the budget: what going on with less memory may take, where the whole step takes more
