@@ -18,7 +18,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from soapjax.graph.passes.flat_updates import gradient_in_pieces
-from soapjax.graph.passes.only_gradient import only_gradient
+from soapjax.graph.passes.projected_updates import only_gradient
 from soapjax.graph.passes.through_branches import ThroughBranches
 from soapjax.graph.trace.program import FlatEqn, Program
 from soapjax.graph.trace.tracing import TracedStep, leaf_paths

@@ -165,9 +165,7 @@ class _Flattener:
             elif name in _OVER_DIMS and all(isinstance(axis, int) for axis in eqn.params["axes"]):
                 results = [self._reduced(name, eqn.params["axes"], a, path, out) for a in inputs]
             elif name == "reshape" and eqn.params["dimensions"] is not None:
-                around, self._calls = self._calls, (*self._calls, Call(eqn.source_info, ""))
-                results = self._traced(functools.partial(_transposed_first, eqn.params), inputs, path, out)
-                self._calls = around
+                results = self._transposed_first(eqn, inputs, path, out)
             elif not self.has_rule(name) and (closed := made_of(eqn)) is not None:
                 results = self.inline_closed(closed, inputs, path, out, in_scan=in_scan)
             elif name == "scan" and (self.unroll or not eqn.params["length"]):
@@ -200,6 +198,15 @@ class _Flattener:
     def _reduced(self, name: str, axes: tuple[int, ...], a: Atom, stack: str, out: list[dict]) -> Atom:
         """A collective over a vmapped axis is a reduction over a dim; over none it is its operand."""
         return self._traced(lambda x: _OVER_DIMS[name](x, axes), [a], stack, out)[0] if axes else a
+
+    def _transposed_first(self, eqn: Any, inputs: list[Atom], stack: str, out: list[dict]) -> list[Atom]:
+        """A reshape that takes the dims in another order first, as in the derivative of a product over a dim: one by one."""
+        params, around = eqn.params, self._calls
+        self._calls = (*around, Call(eqn.source_info, ""))
+        order, sizes = params["dimensions"], params["new_sizes"]
+        results = self._traced(lambda x: jax.lax.reshape(jax.lax.transpose(x, order), sizes), inputs, stack, out)
+        self._calls = around
+        return results
 
     def _traced(self, fn: Callable[..., Any], args: list[Atom], stack: str, out: list[dict]) -> list[Atom]:
         """Inlines a small function of our own over atoms."""
@@ -269,11 +276,6 @@ def loop_params(params: dict[str, Any]) -> dict[str, Any]:
         return params
     consts, carry, _ = (len(list(tree)) for tree in params["ft_in"].unpack())
     return {k: v for k, v in params.items() if k not in ("ft_in", "ft_out")} | dict(num_consts=consts, num_carry=carry)
-
-
-def _transposed_first(params: dict[str, Any], x: Any) -> Any:
-    """A reshape that takes the dims in another order first, as in the derivative of a product over a dim, one by one."""
-    return jax.lax.reshape(jax.lax.transpose(x, params["dimensions"]), params["new_sizes"])
 
 
 def _solver(params: dict[str, Any], inputs: list[Atom]) -> tuple[Any, list[Atom]]:
