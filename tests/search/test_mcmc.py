@@ -228,22 +228,29 @@ def test_the_additive_optimum_is_given_up_in_time(step_problem, monkeypatch):
         asked.clear()
 
 
-@pytest.mark.parametrize("budget", [Budget(num_proposals=400), Budget(seconds=20.0)], ids=["proposals", "seconds"])
-def test_a_descent_begins_at_the_additive_optimum(step_problem, monkeypatch, budget):
-    """Found beside the others where time may end the search, before them where it may not; and never where starts are random."""
-    optimum = additive_start(step_problem)
-    begun = []
+@pytest.fixture
+def begun(monkeypatch):
+    """Where descents begin, one after the other."""
+    found = []
 
     class Seen(descents.Descent):
         def __init__(self, problem, start, *args, **options):
-            begun.append(start.strategy.key())
+            found.append(start.strategy.key())
             super().__init__(problem, start, *args, **options)
+
+    monkeypatch.setattr(descents, "Descent", Seen)
+    return found
+
+
+@pytest.mark.parametrize("budget", [Budget(num_proposals=400), Budget(seconds=20.0)], ids=["proposals", "seconds"])
+def test_a_descent_begins_at_the_additive_optimum(step_problem, begun, budget):
+    """Found beside the others where time may end the search, before them where it may not; and never where starts are random."""
+    optimum = additive_start(step_problem)
 
     def until_it_is(done, best_s, elapsed_s):
         if budget.seconds and optimum.key() in begun:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(descents, "Descent", Seen)
     found = mcmc(jax.random.key(2), step_problem, budget._replace(progress=until_it_is))
     assert optimum.key() in begun and found.best.cost <= step_problem.evaluate([optimum])[0].cost
     begun.clear()
@@ -251,17 +258,9 @@ def test_a_descent_begins_at_the_additive_optimum(step_problem, monkeypatch, bud
     assert begun and optimum.key() not in begun
 
 
-def test_where_no_chains_follow_it_starts_once_more(step_problem, monkeypatch):
+def test_where_no_chains_follow_it_starts_once_more(step_problem, begun, monkeypatch):
     """From another random start, when perturbations of the first ends no longer help."""
     monkeypatch.setattr(descents, "MAX_FAILED", 1)
-    begun = []
-
-    class Seen(descents.Descent):
-        def __init__(self, problem, start, *args, **options):
-            begun.append(start.strategy.key())
-            super().__init__(problem, start, *args, **options)
-
-    monkeypatch.setattr(descents, "Descent", Seen)
     found = mcmc(jax.random.key(2), step_problem, Budget(num_proposals=4000, random_start=True))
     assert found.stopped_by == "converged" and len(begun) == len(set(begun)) == 3
 

@@ -251,8 +251,9 @@ def _parameters(step: TracedStep, values: Values, phase: dict[str, int], downstr
     trained = [i for i in gradients if program.inputs[i] in read]
     state: dict[int, list[int]] = {}  # gradient -> what else is updated from it
     averages = _averages_of_old(step, values, phase, inside, {program.inputs[i]: gradients[i] for i in trained}, gradients)
-    for j, gradient in sorted({**{j: gradients[j] for j in set(gradients) - set(trained)}, **averages}.items()):
-        state.setdefault(gradient, []).append(j)
+    of_gradient = gradients | averages
+    for j in sorted(of_gradient.keys() - set(trained)):
+        state.setdefault(of_gradient[j], []).append(j)
     return tuple(
         TracedParameter(step.in_paths[i], i, program.inputs[i], gradients[i], tuple(state.get(gradients[i], ()))) for i in trained
     )

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable
 
 from soapjax.graph.batch.sample_mixing import BY_NUMBER
 from soapjax.graph.passes.dims import LabelCache
-from soapjax.graph.rules.light_rules import BLOCKED, MadeOf
+from soapjax.graph.rules.light_rules import BLOCKED, CUMULATIVE, MadeOf
 from soapjax.graph.trace.dataflow import follow
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
 from soapjax.graph.trace.union_find import UnionFind
@@ -230,8 +230,8 @@ class SampleDims:
         for eqn in self.program.leaves:
             if not eqn.inputs or not isinstance(a := eqn.inputs[0], int):
                 continue
-            if eqn.name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
-                node = self.values.node(a, axis := eqn.params["axis"])
+            if eqn.name in CUMULATIVE:
+                node = self.values.node(a, axis := eqn.params[CUMULATIVE[eqn.name]])
                 found |= set() if node is None else {(self.uf.find(node), avals[a].shape[axis])}
             elif eqn.name == "slice" and eqn.params["strides"] is None:
                 bounds = zip(eqn.params["start_indices"], eqn.params["limit_indices"], avals[a].shape, strict=True)

@@ -146,11 +146,9 @@ def _tied_except(blocked: set[int], ins, outs) -> Labels:
     return Labels(tuple(map(one, ins)), tuple(map(one, outs)), made_of=made_of)
 
 
+CUMULATIVE = dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), "axis")
 # Primitives that put in order, or add up, along dims, and which of their parameters says so.
-ALONG = {
-    "sort": "dimension", "rev": "dimensions", "cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis",
-    "cumlogsumexp": "axis",
-}  # fmt: skip
+ALONG = {"sort": "dimension", "rev": "dimensions", **CUMULATIVE}
 _WHOLE = {**ALONG, "concatenate": "dimension", "split": "axis"}
 
 

@@ -72,7 +72,7 @@ def _until(limit: int | None) -> tuple[float, float]:
     """Of a budget of so many proposals, or of seconds."""
     if limit is None:
         return OF_SECONDS
-    descended = min(max(OF_PROPOSALS, OF_A_DESCENT / max(limit, 1)), OF_SECONDS[0])
+    descended = min(max(OF_PROPOSALS, OF_A_DESCENT / limit), OF_SECONDS[0])
     return descended, descended + PERTURBED
 
 
