@@ -255,7 +255,7 @@ class _Condensing:
         for p in self.gone_parameters:
             parameter = graph.parameters[p]
             gone |= {parameter.tensor, parameter.gradient}
-            leaves |= {parameter.leaf, *parameter.state_leaves}
+            leaves |= set(parameter.leaves)
         return gone | {i for i, t in enumerate(graph.tensors) if t.input_leaf in leaves}
 
     def _read(self, tensor: int, reader: int) -> int | None:

@@ -142,7 +142,7 @@ def _check_ranges(graph: OperatorGraph, found: _Ranges) -> None:
         at = f"parameters.{i}"
         within(f"{at}: tensors", [parameter.tensor, parameter.gradient], 0, tensors)
         within(f"{at}: owner", [parameter.owner], 0, operators)
-        within(f"{at}: leaves", [parameter.leaf, *parameter.state_leaves], 0, inputs)
+        within(f"{at}: leaves", parameter.leaves, 0, inputs)
     for name, used in {
         "entries": [t for e in graph.entries for t in e],
         "accumulations": [t for a in graph.accumulations for t in (*a.summands, *a.running, a.total, a.layout_of)],

@@ -162,6 +162,11 @@ class Parameter(NamedTuple):
     state_leaves: tuple[int, ...]
     storage_dims: tuple[int, ...]  # dims that extra storage axes may split, best first
 
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        """Positions among the step's inputs of all that is stored alike: the parameter, then its optimizer state."""
+        return (self.leaf, *self.state_leaves)
+
 
 class Accumulation(NamedTuple):
     """The sum of what several uses of a parameter contribute to its gradient, as tensors.
@@ -223,6 +228,11 @@ class OperatorGraph:
     def recomputed(self) -> frozenset[str]:
         """The operators of which the backward pass computes again what it reads, by choice (recompute.py)."""
         return frozenset(op.name for op in self.operators if op.is_recomputed)
+
+    @property
+    def trained_leaves(self) -> frozenset[int]:
+        """Positions among the step's inputs of all parameters and their optimizer state."""
+        return frozenset(leaf for p in self.parameters for leaf in p.leaves)
 
     @property
     def num_operators(self) -> int:

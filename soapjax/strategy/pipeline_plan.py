@@ -62,7 +62,7 @@ def _stages_of_entries(graph: OperatorGraph, pipeline: Pipeline) -> dict[str, di
     at = list(operators.values())
     arguments: dict[str, int] = {}
     for p in graph.parameters:
-        arguments |= {graph.in_paths[leaf]: at[p.owner] for leaf in (p.leaf, *p.state_leaves)}
+        arguments |= {graph.in_paths[leaf]: at[p.owner] for leaf in p.leaves}
     results: dict[str, int] = {}
     for task in graph.tasks:
         for access in task.reads:

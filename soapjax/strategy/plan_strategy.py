@@ -132,7 +132,7 @@ def _leaf_specs(graph: OperatorGraph, home, stored, spec, fixed) -> tuple[dict[s
             arguments[graph.in_paths[tensor.input_leaf]] = spec(home[i], rank)
     for p, parameter in enumerate(graph.parameters):
         rank = len(graph.tensors[parameter.tensor].shape)
-        for leaf in (parameter.leaf, *parameter.state_leaves):
+        for leaf in parameter.leaves:
             arguments[graph.in_paths[leaf]] = spec(stored[p], rank)
     for i, o in graph.state_pairs:
         results[graph.out_paths[o]] = arguments[graph.in_paths[i]]

@@ -73,7 +73,7 @@ def test_parameters_live_where_their_owners_run():
         placed = PlacedStep(bind_plan(traced, plan), donate=False)
         for p in problem.graph.parameters:
             place = placed.places[placed._place_of[p.owner]]
-            for leaf in (p.leaf, *p.state_leaves):
+            for leaf in p.leaves:
                 assert placed.in_shardings[leaf].device_set == set(place.mesh.devices.flat)
             readers = {placed._place_of[t.operator] for t in problem.graph.tasks for a in t.reads if a.tensor == p.tensor}
             apart += len(readers) > 1

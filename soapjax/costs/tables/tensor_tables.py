@@ -61,7 +61,7 @@ class _Users:
                 self.readers.setdefault(tensor, []).append((self.task_of[u], u))
         self.by_parameter = {p.tensor: i for i, p in enumerate(graph.parameters)}
         # Arguments that lie as a parameter is stored: itself, and its optimizer state where operators read that.
-        by_leaf = {leaf: i for i, p in enumerate(graph.parameters) for leaf in (p.leaf, *p.state_leaves)}
+        by_leaf = {leaf: i for i, p in enumerate(graph.parameters) for leaf in p.leaves}
         self.stored_as = {i: by_leaf[t.input_leaf] for i, t in enumerate(graph.tensors) if t.input_leaf in by_leaf}
         # And results that are them in the next step.
         self.next_as = {result: by_leaf[leaf] for leaf, result in graph.state_pairs if leaf in by_leaf}

@@ -49,7 +49,7 @@ def cut_updates(c: Cutter, passes: Sequence[Part], owners: Mapping[int, int] | N
     site: dict[int, int] = {}
     for parameter, gradient in zip(phases.parameters, gradients, strict=True):
         stage = min(readers.get(parameter.value, [0])) if owners is None else owners[parameter.leaf]
-        owner.update(dict.fromkeys((parameter.leaf, *parameter.state_leaves), stage))
+        owner.update(dict.fromkeys(parameter.leaves, stage))
         site[gradient] = stage
     depends: dict[int, frozenset[int]] = {}
 

@@ -121,8 +121,7 @@ class CompiledStep:
 
     def _state(self) -> tuple[int, ...]:
         """Positions of training state: what holds a parameter or its optimizer state. Others may look like a result by chance."""
-        trained = {k for p in self.program.graph.parameters for k in (p.leaf, *p.state_leaves)}
-        pairs = self.program.step.state_pairs
+        trained, pairs = self.program.graph.trained_leaves, self.program.step.state_pairs
         return tuple(
             i for i, leaves in enumerate(self._leaves_of) if trained.intersection(leaves) and all(k in pairs for k in leaves)
         )

@@ -103,7 +103,7 @@ class _Builder:
         check_units(self.units, self.updates, self.values, self.phases)
         self.joint_sums = joint.find_joint_sums(self.units, self.program, self.values, additions)
         self.labels = LabelCache(self.program)
-        trained = {self.program.inputs[i] for p in self.phases.parameters for i in (p.leaf, *p.state_leaves)}
+        trained = {self.program.inputs[i] for p in self.phases.parameters for i in p.leaves}
         data, walkers = self._data(trained)
         dims = SampleDims(self.program, self.values, self.labels)
         gradients = self.phases.by_gradient.keys()

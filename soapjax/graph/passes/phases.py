@@ -86,6 +86,11 @@ class TracedParameter:
     gradient: int
     state_leaves: tuple[int, ...]  # optimizer state of the same shape, input positions
 
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        """Positions among the step's inputs of all that is updated together: the parameter, then its optimizer state."""
+        return (self.leaf, *self.state_leaves)
+
 
 @dataclasses.dataclass(frozen=True)
 class Phases:

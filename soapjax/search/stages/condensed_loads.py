@@ -123,7 +123,7 @@ def _fixed_alike(condensed: Condensed, graph: OperatorGraph, fixed: Mapping[str,
     """Whether every operator's parameters are fixed as those of the operator that stands for it."""
 
     def of(g: OperatorGraph, n: int) -> list[Spec | None]:
-        leaves = ((p.leaf, *p.state_leaves) for p in (g.parameters[k] for k in g.operators[n].parameters))
+        leaves = (p.leaves for p in (g.parameters[k] for k in g.operators[n].parameters))
         return [next((fixed[g.in_paths[i]] for i in mine if g.in_paths[i] in fixed), None) for mine in leaves]
 
     return not fixed or all(k >= 0 and of(graph, n) == of(condensed.graph, k) for n, k in enumerate(condensed.operator_of.tolist()))
