@@ -1,17 +1,13 @@
 """The hand-written strategies compute what the models compute: losses over three steps, all parameters trained."""
 
-import sys
-from pathlib import Path
 
+import cluster_experts
 import jax
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import cluster_experts  # noqa: E402
-
-from models import alexnet, rnnlm, transformer_lm  # noqa: E402
-from soapjax.execute.transfers.arrivals import place  # noqa: E402
+from models import alexnet, rnnlm, transformer_lm
+from soapjax.execute.transfers.arrivals import place
 
 SMALL = {
     "alexnet": (alexnet, {"batch": 8, "image": 67, "width": 0.0625, "classes": 16, "dropout": 0.0}),

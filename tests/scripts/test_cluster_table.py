@@ -5,20 +5,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cluster_measure
+import cluster_table
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
+from cluster_calibration import fitted_factors, undisturbed
+from cluster_table import Row
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-import cluster_measure  # noqa: E402
-import cluster_table  # noqa: E402
-from cluster_calibration import fitted_factors, undisturbed  # noqa: E402
-from cluster_table import Row  # noqa: E402
 
 
 def rows(measured, predicted):

@@ -1,15 +1,10 @@
 """Rows of CSV files: typed where their columns are known, numbers where a column names a unit, every mistake named at once."""
 
-import sys
-from pathlib import Path
 
 import pytest
+from csv_files import Count, CsvRow, Name, Positive, read_rows, read_table
 
 from soapjax.errors import SoapjaxError
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-from csv_files import Count, CsvRow, Name, Positive, read_rows, read_table
 
 
 class Published(CsvRow):

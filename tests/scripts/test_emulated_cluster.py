@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import emulated_cluster
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "emulated_cluster.py"
@@ -96,9 +97,6 @@ def test_without_iproute2_it_says_so(tmp_path):
 
 
 def test_a_missing_tool_is_named(monkeypatch, tmp_path):
-    sys.path.insert(0, str(SCRIPT.parent))
-    import emulated_cluster
-
     monkeypatch.setattr(emulated_cluster.shutil, "which", lambda tool: None)
     with pytest.raises(emulated_cluster.CannotRunError) as e:
         emulated_cluster.require_tools()

@@ -5,19 +5,15 @@ import json
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
+import foreign_measure
+import foreign_models
+import foreign_report
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-import foreign_measure
-import foreign_models
-import foreign_report
 from foreign import registry, sources
 from foreign.registry import WHOLE, Case, Made, all_cases, case
 

@@ -3,14 +3,8 @@
 import csv
 import dataclasses
 import importlib
-import sys
 import time
 from pathlib import Path
-
-import numpy as np
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import figure7
 import figure8
@@ -19,11 +13,13 @@ import gpipe_tables
 import grid_table
 import iopddl_table
 import megatron_table
+import numpy as np
 import oneflow_table
 import optimality
 import paper_problems
 import pipedream_table
 import planner_table
+import pytest
 import table4
 import trinity_tables
 from csv_files import read_rows

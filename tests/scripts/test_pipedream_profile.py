@@ -1,15 +1,10 @@
 """The files of PipeDream's profiler: what is read of them, and where a damaged one is refused."""
 
-import sys
-from pathlib import Path
 
 import pytest
+from pipedream_profile import parse_profile
 
 from soapjax.errors import SoapjaxError
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-from pipedream_profile import parse_profile
 
 PROFILE = """node1 -- Input -- forward_compute_time=9.0, backward_compute_time=0.0, activation_size=1.0, parameter_size=0.0
 node2 -- Conv2d(3, 64, 3) -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=[8.0; 2.0], parameter_size=4.0

@@ -2,12 +2,9 @@
 
 import argparse
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-import cluster_measure  # noqa: E402
-import pipeline_cluster  # noqa: E402
+import cluster_measure
+import pipeline_cluster
 
 
 def test_what_was_measured_is_reported(tmp_path, monkeypatch):
