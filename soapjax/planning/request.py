@@ -53,7 +53,8 @@ class PlanRequest:
       verify_top: run so many of the best strategies, and data parallelism, and take the measured best.
       profile: measurements to cost with: a file of `soapjax profile`, "auto" (all in the cache that fit), or a `Profile`.
       devices: those to run on and to compile for, and those that "local" means; `jax.devices()` by default.
-      fixed: argument path -> PartitionSpec (or axis names per dim, or a pytree of shardings) that the plan must keep.
+      fixed: argument path -> PartitionSpec (or axis names per dim, or a pytree of shardings) that the plan must keep; of a pipeline
+        by axes of the mesh of the stage that holds the argument.
       logical_axis_rules: (logical name, mesh axis, several or None) pairs, as Flax has them, for the logical names in Flax's
         partitioning metadata. Names that nothing maps to axes of the plan's mesh are ignored, with one note.
       unroll: plan every step of a scan on its own.
@@ -145,16 +146,16 @@ class PlanRequest:
             beside = "micro-batches" if self.adds_up else "a pipeline"
             expected, remedy = f"{' or '.join(allowed)} beside {beside}", f"drop planner, or {beside}"
             problems.append(Problem("planner", repr(self.planner), expected, remedy))
-        if self.pipeline is not None and not self.has_one_stage:
-            of_user = [name for name in ("fixed", "logical_axis_rules") if getattr(self, name) is not None]
-            expected = "one of them, or one stage, whose mesh is that of all devices"
-            problems += [Problem(name, "given beside a pipeline", expected, "drop it, or say stages=1") for name in of_user]
+        of_user = [name for name in ("fixed", "logical_axis_rules") if getattr(self, name) is not None]
+        if not self.keeps_layouts:
+            expected = "one of them: each replica of a pipedream stage has all of it, and a Pipeline has meshes of its own"
+            problems += [Problem(n, "given beside such a pipeline", expected, "drop it, or name another schedule") for n in of_user]
         return problems
 
     @property
-    def has_one_stage(self) -> bool:
-        """Whether a pipeline's mesh is that of all devices."""
-        return self.num_stages == 1 and self.pipeline != "pipedream"  # which makes replicas of it
+    def keeps_layouts(self) -> bool:
+        """Whether layouts that the user decided can be kept: by axes of the plan's mesh, or of a stage's."""
+        return self.pipeline != "pipedream" and not isinstance(self.pipeline, Pipeline)
 
     @property
     def adds_up(self) -> bool:

@@ -208,7 +208,8 @@ def search_space(
         if op.fixed is not None:
             problems += _fix_operator(graph, mesh, i, allowed)
     owns = np.array([bool(o.parameters) for o in graph.operators])
-    layouts = _fixed_layouts(graph, mesh, fixed or {}, problems)
+    layouts, misfits = fixed_layouts(graph, mesh, fixed or {})
+    problems += misfits.values()
     if len(mesh.axis_sizes) > MOST_AXES:
         expected = f"at most {MOST_AXES} prime factors of the sizes of all levels"
         problems.append(Problem("topology", f"{mesh.num_devices} devices", expected, "plan for a part of the devices"))
@@ -257,9 +258,15 @@ def _fix_operator(graph: OperatorGraph, mesh: FactorMesh, i: int, allowed: np.nd
     return problems
 
 
-def _fixed_layouts(graph: OperatorGraph, mesh: FactorMesh, fixed, problems: list[Problem]) -> dict[int, np.ndarray]:
-    """Layouts by input leaf. A parameter and its optimizer state have one: fixing any of them fixes the parameter."""
+def fixed_layouts(
+    graph: OperatorGraph, mesh: FactorMesh, fixed: Mapping[str, Sequence[Sequence[str]]]
+) -> tuple[dict[int, np.ndarray], dict[str, Problem]]:  # fmt: skip
+    """Layouts by input leaf, and by path what cannot be on this mesh.
+
+    A parameter and its optimizer state have one layout: fixing any of them fixes the parameter.
+    """
     layouts: dict[int, np.ndarray] = {}
+    misfits: dict[str, Problem] = {}
     shapes = {t.input_leaf: t.shape for t in graph.tensors if t.input_leaf >= 0}
     parameter_of = {leaf: p for p in graph.parameters for leaf in p.state_leaves}
     shapes |= {leaf: graph.tensors[p.tensor].shape for leaf, p in parameter_of.items()}
@@ -268,12 +275,12 @@ def _fixed_layouts(graph: OperatorGraph, mesh: FactorMesh, fixed, problems: list
         place, shown = f"fixed[{path!r}]", repr(tuple(spec))
         if path not in graph.in_paths:
             close = [p for p in graph.in_paths if path.split(".")[-1] in p][:3]
-            problems.append(Problem(place, "an unknown argument path", "a path of the step's arguments", f"e.g. {close}"))
+            misfits[path] = Problem(place, "an unknown argument path", "a path of the step's arguments", f"e.g. {close}")
             continue
         leaf = graph.in_paths.index(path)
         unknown = [a for names in spec for a in names if a not in mesh.axis_names]
         if unknown:
-            problems.append(Problem(place, repr(unknown), f"axes of the plan's mesh {mesh.axis_names}", "use these names"))
+            misfits[path] = Problem(place, repr(unknown), f"axes of the plan's mesh {mesh.axis_names}", "use these names")
             continue
         layout = np.array(layout_of(spec, mesh.axis_names), np.int8)
         if leaf not in shapes:  # no operator reads it: it stays as the user wants it
@@ -282,11 +289,11 @@ def _fixed_layouts(graph: OperatorGraph, mesh: FactorMesh, fixed, problems: list
         twice = len({a for names in spec for a in names}) < sum(map(len, spec))
         if twice or len(spec) > len(shapes[leaf]) or not divides(layout.tolist(), shapes[leaf], mesh.axis_sizes):
             expected = f"a spec that divides shape {shapes[leaf]}"
-            problems.append(Problem(place, shown, expected, "use fewer axes, each once"))
+            misfits[path] = Problem(place, shown, expected, "use fewer axes, each once")
             continue
         owner = parameter_of[leaf].leaf if leaf in parameter_of else leaf
         if (layouts.setdefault(owner, layout) != layout).any():
             expected = f"the layout that {fixed_by[owner]!r} has: a parameter and its optimizer state share one"
-            problems.append(Problem(place, shown, expected, "fix one of them, or both alike"))
+            misfits[path] = Problem(place, shown, expected, "fix one of them, or both alike")
         fixed_by.setdefault(owner, path)
-    return layouts
+    return layouts, misfits

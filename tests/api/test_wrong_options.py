@@ -110,7 +110,7 @@ def test_a_planner_of_one_program_is_not_dropped_in_silence(more):
         commands.run(command, None)
 
 
-@pytest.mark.parametrize("more", [{"stages": 2, "pipeline": "1f1b"}, {"pipeline": "auto"}], ids=str)
+@pytest.mark.parametrize("more", [{"stages": 2, "pipeline": "pipedream"}, {"pipeline": "pipedream"}], ids=str)
 def test_layouts_that_a_pipeline_cannot_keep_are_not_dropped_in_silence(more):
     with pytest.raises(SoapjaxError) as e:
         soap_shard(never, fixed={"w": "d0"}, logical_axis_rules=(("mlp", "d0"),), **more)

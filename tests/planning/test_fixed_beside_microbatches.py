@@ -1,4 +1,7 @@
-"""What the user fixed is kept beside micro-batches, too: of state as of a plan without them, of the batch of each micro-batch."""
+"""What the user fixed is kept beside micro-batches, too: of state as of a plan without them, of the batch of each micro-batch.
+
+And in a pipeline, by axes of the mesh of the stage that holds it.
+"""
 
 import functools
 
@@ -46,12 +49,19 @@ def planned(fixed, fn=step, args=None, **how):
 
 
 def sent(plan, args):
-    """What a device sends in a step, by collective, as compiled."""
+    """What a device of a program's sends in a step, by program and collective, as compiled."""
     made = planned_pipeline(step, *args, plan=plan, donate=False).streamed
     parts = inspect_stream(made).parts
-    total: dict[str, float] = {}
-    for kind, size in (x for part in parts for x in part.bytes_by_collective.items() if x[1]):
-        total[kind] = total.get(kind, 0) + size
+    return {(part.name, kind): size for part in parts for kind, size in part.bytes_by_collective.items() if size}
+
+
+def planned_to_send(plan):
+    """As `sent`, by the plan."""
+    total: dict[tuple[str, str], float] = {}
+    for part in plan.prediction.sends:
+        for kind, size in part.bytes.items():
+            if kind != "transfer" and size:
+                total[part.program, kind] = total.get((part.program, kind), 0) + size
     return total
 
 
@@ -65,19 +75,34 @@ def sent(plan, args):
     ids=["kernel and batch", "stack"],
 )
 def test_the_step_is_the_same_and_lies_as_it_was_fixed(fixed, specs, how):
-    args = arguments()
     plan = planned(fixed, microbatches=4, **how)
-    assert {path: plan.arguments[path] for path in specs} == specs and plan.fixed == specs
-    trained, value = soap_shard(step, plan=plan, donate=False)(*args)
-    for found, wanted in zip(jax.tree.leaves((trained, value)), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    trained = trained_as_fixed(plan, specs)
     for path, spec in fixed.items():
         if path.startswith("p."):
             new = trained[path.removeprefix("p.")]
             assert new.sharding.is_equivalent_to(jax.sharding.NamedSharding(new.sharding.mesh, spec), new.ndim)
+
+
+@pytest.mark.parametrize("how", [dict(), dict(schedule="zb-h1", planner="fsdp")], ids=["searched", "fsdp"])
+def test_stages_keep_what_is_fixed_by_axes_of_their_own_meshes(how):
+    fixed = {"p.first": P("d1", "d0"), "p.last": P(None, ("d0", "d1")), "p.layers": P(None, "d0"), "batch.x": P("d1")}
+    specs = {"p.first": "d1, d0", "p.last": "-, d0+d1", "batch.x": "d1, -"} | {f"p.layers[{k}]": "d0, -" for k in range(4)}
+    plan = planned(fixed, args=arguments(4), pipeline=how.pop("schedule", "1f1b"), stages=2, microbatches=4, **how)
+    assert len(plan.pipeline.stages) == 2
+    trained_as_fixed(plan, specs, layers=4)
+
+
+def trained_as_fixed(plan, specs, layers=3):
+    """The state after a step of `plan`, which is right, and lies and sends as planned."""
+    args = arguments(layers)
+    assert {path: plan.arguments[path] for path in specs} == specs and plan.fixed == specs
+    trained, value = soap_shard(step, plan=plan, donate=False)(*args)
+    for found, wanted in zip(jax.tree.leaves((trained, value)), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
     again = recost(Plan.loads(plan.dumps()), soapjax.trace(step, *args, **plan.tracing))
     assert again.fixed == plan.fixed and again.prediction == plan.prediction
-    assert {k: v for k, v in plan.prediction.bytes_by_collective.items() if v} == pytest.approx(sent(plan, args), rel=0.1)
+    assert planned_to_send(plan) == pytest.approx(sent(plan, args), rel=0.1)
+    return trained
 
 
 def test_a_number_of_microbatches_is_chosen_that_it_divides():
@@ -88,9 +113,11 @@ def test_a_number_of_microbatches_is_chosen_that_it_divides():
 
 
 def test_what_a_pipeline_cannot_keep_is_refused():
-    for how in (dict(pipeline="1f1b", stages=2), dict(pipeline="auto"), dict(pipeline="pipedream", stages=1)):
-        with pytest.raises(SoapjaxError, match="fixed: got given beside a pipeline.*say stages=1"):
-            planned({"p.last": P()}, microbatches=2, **how)
+    with pytest.raises(SoapjaxError, match="fixed: got given beside such a pipeline.*replica of a pipedream stage"):
+        planned({"p.last": P()}, microbatches=2, pipeline="pipedream", stages=1)
+    words = r"fixed\['p.last'\] of operator '.*' in any of 2 stages, on 4 devices: got \['d2'\]; .*'d0', 'd1'.*fewer stages"
+    with pytest.raises(SoapjaxError, match=words):
+        planned({"p.last": P("d2")}, microbatches=2, pipeline="1f1b", stages=2)
     with pytest.raises(SoapjaxError, match="layout of p.layers: got its first dim split over d0; expected layers that are whole"):
         planned({"p.layers": P("d0")}, args=arguments(layers=4), microbatches=2)
     with pytest.raises(SoapjaxError, match="8 micro-batches on 8 devices, fsdp in every stage, layouts fixed on all of them"):
@@ -112,6 +139,8 @@ def test_blocks_that_are_fixed_otherwise_are_no_equals():
     every = {f"p.{k}": (("d0",),) for k in range(12)}
     assert set(every) <= set(graph.in_paths)
     assert is_condensed({}) and is_condensed(every) and not is_condensed({"p.5": (("d0",),)})
+    problems = [StageProblem(graph, load_topology("cpu8"), fixed=fixed) for fixed in ({}, {"p.5": (("d1",),)})]
+    assert [p.stages for p in problems] == [[1, 2, 4, 8], [1, 2]]  # of four stages each has one axis
 
 
 class Layer(nn.Module):

@@ -33,12 +33,12 @@ def pipeline_plan(
     for planned in times.inside:
         if planned.space.mesh not in plans:
             plans[planned.space.mesh] = planned.plan()
-    stages, first = [plans[p.space.mesh] for p in times.inside], times.inside[0].space
-    paths = [graph.in_paths[leaf] for leaf in sorted(first.fixed_layouts)]  # the same on every mesh
+    stages = [plans[p.space.mesh] for p in times.inside]
+    fixed = sorted({leaf for p in times.inside for leaf in p.space.fixed_layouts})
     return make_pipeline_plan(
         graph, topology, times.pipeline, stages, _prediction(times, topology.num_devices), model=model, provenance=provenance,
         tracing=tracing, profile=carried(profile, {t.structure for t in graph.tasks}),
-        fixed={path: stages[0].arguments[path] for path in paths},
+        fixed=[graph.in_paths[leaf] for leaf in fixed],
     )  # fmt: skip
 
 
@@ -74,11 +74,13 @@ def recost_pipeline(
     if pipeline.stages and max(d for s in pipeline.stages for d in s.devices) >= topology.num_devices:
         expected = f"0 to {topology.num_devices - 1}"
         raise SoapjaxError(Problem(f"{place}: pipeline.stages", "a device that is not there", expected, "plan anew"))
+    groups = [(min(stage.devices), len(stage.devices) // stage.replicas) for stage in pipeline.stages]
+    if problems := loads.misfits(bounds, groups, pipeline.num_microbatches):
+        raise SoapjaxError([p._replace(place=f"{place}: {p.place}") for p in problems])
     strategies = {}
     in_stages = {name for stage in pipeline.stages for name in stage.operators}
     for i, stage in enumerate(pipeline.stages):
-        first, count = min(stage.devices), len(stage.devices) // stage.replicas
-        space = loads.fabric(first, count, pipeline.num_microbatches).space
+        space = loads.fabric(*groups[i], pipeline.num_microbatches).space
         own, wanted = tuple(space.mesh.axis_names), tuple(stage.mesh)
         if (own, tuple(space.mesh.axis_sizes)) != (wanted, tuple(stage.mesh.values())):
             expected = str(dict(zip(own, space.mesh.axis_sizes, strict=True)))

@@ -19,7 +19,7 @@ from soapjax.strategy.layout import Spec
 from soapjax.strategy.pipeline import Pipeline, Stage
 from soapjax.strategy.plan import MeshPlan, OperatorPart
 from soapjax.strategy.plan_strategy import mesh_part, mesh_plan, strategy_of
-from soapjax.strategy.space import SearchSpace, search_space
+from soapjax.strategy.space import SearchSpace, fixed_layouts, search_space
 from soapjax.topology import DeviceTopology, FactorMesh, factor_mesh
 
 _REMEDY = "use fewer or smaller stages, or name a topology with more devices"
@@ -50,10 +50,12 @@ def plan_on(
       part: the mesh's devices.
       axes: operator -> mesh axis -> dim, "replicate"; data parallelism for operators that are not in it.
       storage: of operators in `axes`, "as used" where it is not given.
-      fixed: as for `Fabric` (search/stages/stage_figures.py).
+      fixed: layouts that the user decided; what cannot be on this mesh is of arguments that lie on another.
     Raises: SoapjaxError naming what does not fit.
     """
-    space = search_space(graph, mesh, fixed=fixed, storages=stage_storages(mesh, adds_up=True))  # whatever may be said
+    misfits = fixed_layouts(graph, mesh, fixed or {})[1]
+    kept = {path: spec for path, spec in (fixed or {}).items() if path not in misfits}
+    space = search_space(graph, mesh, fixed=kept, storages=stage_storages(mesh, adds_up=True))  # whatever may be said
     stored = dict.fromkeys(axes or {}, "as used") | dict(storage or {})
     given = {name: OperatorPart(kind="", axes=dict(own), storage=stored[name]) for name, own in (axes or {}).items()}
     strategy = strategy_with(space, given, place="stages")

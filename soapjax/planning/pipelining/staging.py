@@ -165,12 +165,14 @@ class _Planning(NamedTuple):
 
 
 def _fixed(asked: Understood, given: Sequence[Any], step: TracedStep) -> dict[str, Spec]:
-    """What the user fixed, of one stage: its mesh is that of all devices, whose axes layouts are said by. A pipeline's stages have
-    meshes of their own, and `request.problems` refuses what was asked for beside them."""
+    """What the user fixed, by axes of the mesh of the stage that holds it: of one stage that of all devices.
+
+    What was asked for beside stages that cannot keep it is refused (`request.problems`).
+    """
     names, rules = factor_mesh(asked.topology).axis_names, asked.logical_axis_rules
     layouts = user_layouts(given, step.leaf_paths, asked.fixed, axis_names=names, rules=rules)
-    if layouts and not asked.has_one_stage:
-        log.info("layouts in Flax's metadata are not kept in a pipeline, whose stages have other meshes: %s", ", ".join(layouts))
+    if layouts and not asked.keeps_layouts:
+        log.info("layouts in Flax's metadata are not kept by replicas of pipedream's stages: %s", ", ".join(layouts))
         return {}
     return layouts_of_rows(step, layouts)
 

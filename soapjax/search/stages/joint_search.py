@@ -265,7 +265,7 @@ def _impossible(problem: StageProblem) -> Problem:
     stages, batches = (" or ".join(map(str, x[:8])) for x in (problem.stages, problem.microbatches))
     value = f"{stages} stages and {batches} micro-batches on {problem.topology.num_devices} devices"
     value += f", {problem.expert} in every stage" if problem.expert is not None else ""
-    value += ", layouts fixed on all of them" if problem.exact.names_axes else ""
+    value += ", layouts fixed on all of them" if problem.exact.fixed else ""
     expected = f"what {' or '.join(problem.schedules)} can run"
     remedy = "ask for another number of stages or micro-batches, or for more devices"
     if problem.schedules == ONLY_INTERLEAVED:

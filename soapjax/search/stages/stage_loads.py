@@ -18,7 +18,7 @@ from soapjax.costs.itemize import Sent, described_items, sent_items
 from soapjax.costs.measured.interpolation import ComputeRates, linked, without_links
 from soapjax.costs.measured.profile import Profile
 from soapjax.costs.split_share import split_flops
-from soapjax.errors import SoapjaxError
+from soapjax.errors import Problem
 from soapjax.graph.condensing import forward_operators
 from soapjax.graph.lifespans import lifetimes
 from soapjax.graph.microbatch import micro_batch
@@ -30,9 +30,10 @@ from soapjax.search.stages.stage_part import StagePart
 from soapjax.simulate.pipeline_tasks import StageLoad, Transfer
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.layout import Spec
+from soapjax.strategy.pipeline_plan import holders_of
 from soapjax.strategy.plan import SentPart
-from soapjax.strategy.space import search_space
-from soapjax.topology import DeviceTopology, factor_mesh
+from soapjax.strategy.space import fixed_layouts
+from soapjax.topology import DeviceTopology, FactorMesh, factor_mesh
 
 OF_UPDATE = -1  # the position of an operator that has tasks in the update alone
 
@@ -86,7 +87,7 @@ class StageLoads:
     Args:
       profile: measurements to cost with; `topology` then has its links as measured.
       sums_once: whether devices sum up gradients once per step; in PipeDream every minibatch is a step.
-      fixed: as for `Fabric`, on all devices.
+      fixed: layouts that the user decided, by argument path: by axes of the mesh of the stage that holds the argument.
     """
 
     def __init__(
@@ -96,12 +97,12 @@ class StageLoads:
         micro_batch(graph, 1)  # refuses what cannot be a pipeline
         self.whole, self.topology, self.profile = graph, linked(topology, profile), without_links(profile)
         self.sums_once, self.fixed = sums_once, dict(fixed or {})
-        self.names_axes = any(names for spec in self.fixed.values() for names in spec)  # of the mesh of all devices
         self.forward = forward_operators(graph)
         self.position = positions(graph, self.forward)
         self.lives = lifetimes(graph)  # as those of its micro-batches
         self._graphs: dict[int, OperatorGraph] = {}
-        self._fits: dict[int, bool] = {}
+        self._holders = holders_of(graph) if self.fixed else {}
+        self._misfits: dict[tuple[FactorMesh, int], dict[str, Problem]] = {}
         self._fabrics: dict[tuple, tuple[Fabric, Ownership]] = {}
         self._loads: dict[tuple, tuple[Figures, StageLoad]] = {}
         self._sent: dict[tuple, np.ndarray] = {}  # [phases, K + 1] by an inner strategy
@@ -113,30 +114,40 @@ class StageLoads:
             self._graphs[num_microbatches] = micro_batch(self.whole, num_microbatches)
         return self._graphs[num_microbatches]
 
-    def fits_as_fixed(self, num_microbatches: int) -> bool:
-        """Whether what the user fixed divides the samples of so many micro-batches."""
-        if num_microbatches not in self._fits:
-            try:
-                self.require_fixed(num_microbatches)
-            except SoapjaxError:
-                self._fits[num_microbatches] = False
-            else:
-                self._fits[num_microbatches] = True
-        return self._fits[num_microbatches]
+    def misfits_on(self, part: DeviceTopology, num: int) -> dict[str, Problem]:
+        """What the user fixed, by path, that cannot be on the mesh of a stage of these devices."""
+        mesh = factor_mesh(part)
+        if (mesh, num) not in self._misfits:
+            self._misfits[mesh, num] = fixed_layouts(self.graph(num), mesh, self.fixed)[1]
+        return self._misfits[mesh, num]
 
-    def require_fixed(self, num_microbatches: int) -> None:
-        """Raises: SoapjaxError where what the user fixed cannot be, on all devices and with so many micro-batches."""
-        if self.fixed:
-            search_space(self.graph(num_microbatches), factor_mesh(self.topology), fixed=self.fixed)
+    def misfits(self, bounds: Sequence[int], groups: Sequence[tuple[int, int]], num: int) -> list[Problem]:
+        """What the user fixed that cannot be on the stage that holds it; `groups`: the (first device, devices) of every stage."""
+        found, stage = [], _stages(self.position, bounds)
+        for path in self.fixed:
+            holder = self._holders.get(path)
+            i = 0 if holder is None else int(stage[holder]) % len(groups)  # of the update alone: on the last
+            if (problem := self.misfits_on(part_of(self.topology, *groups[i]), num).get(path)) is not None:
+                found.append(self.explained(path, problem, groups[i][1], f"stage {i}"))
+        return found
+
+    def explained(self, path: str, problem: Problem, count: int, stage: str) -> Problem:
+        """A problem with the operator that holds the argument, in such a stage of so many devices."""
+        if count == self.topology.num_devices:
+            return problem
+        holder = self._holders.get(path)
+        reader = "" if holder is None else f" of operator {self.whole.operators[holder].name!r}"
+        place = f"{problem.place}{reader} in {stage}, on {count} devices"
+        return problem._replace(place=place, remedy=f"{problem.remedy}, or ask for fewer stages")
 
     def _fabric(self, first: int, count: int, num: int) -> tuple[Fabric, Ownership]:
         part = part_of(self.topology, first, count)
         links = tuple((level.name, level.size, level.bandwidth_bytes_per_s) for level in part.levels)
         if (links, num) not in self._fabrics:
             has_sums = self.sums_once and num > 1
-            # A formula asks for fewer devices, too, which lack axes that layouts are said by, and for single samples.
-            is_meant = count == self.topology.num_devices or not self.names_axes
-            fixed = self.fixed if is_meant and self.fits_as_fixed(num) else {}
+            # What other stages hold need not fit here. A formula asks for fewer devices, too, and for single samples.
+            misfits = self.misfits_on(part, num)
+            fixed = {path: spec for path, spec in self.fixed.items() if path not in misfits}
             fabric = Fabric(self.graph(num), part, self.profile, has_passes=num > 1, has_sums=has_sums, fixed=fixed)
             self._fabrics[links, num] = fabric, Ownership(fabric.tables, fabric.schedule, self.lives)
         return self._fabrics[links, num]

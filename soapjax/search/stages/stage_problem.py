@@ -46,7 +46,7 @@ class StageProblem:
 
     Args:
       expert: a baseline, of whose points of the grid the best is taken; None: of all, and of what is searched from there.
-      fixed: as for `StageLoads`; numbers of micro-batches whose samples it does not divide are left out.
+      fixed: as for `StageLoads`; numbers of stages and of micro-batches that cannot keep it are left out.
     """
 
     def __init__(
@@ -69,29 +69,34 @@ class StageProblem:
             micro_batch(graph, num_microbatches)  # refuses what does not divide
         self.most_microbatches = sample_divisor(graph)  # one sample each
         every = [n for n in range(2, min(self.most_microbatches, MAX_MICROBATCHES) + 1) if self.most_microbatches % n == 0] or [1]
-        self.microbatches = self._divided_as_fixed([num_microbatches] if num_microbatches is not None else every)
+        self.microbatches = [num_microbatches] if num_microbatches is not None else every
         self.in_loops = inside_loops(graph, self.exact.position)
         again = inside_recomputed(graph, self.exact.position) - self.in_loops
         has_others = len(self.forward) + 1 - len(self.in_loops | again) > max(num_stages or 0, 2)
         self.never_cut = self.in_loops | again if has_others else self.in_loops
         self.cuts = self._boundaries()
         self.stacks = Stacks(graph, self.exact.position)
-        self.stages = self._numbers_of_stages(num_stages)
+        self.stages, self.microbatches = self._numbers_as_fixed(self._numbers_of_stages(num_stages))
         # Stacked state lies where its rows are used only where all stages have as many of them (stacks.py).
         self.even_stages = {k for k in self.stages if self.stacks and self.schedules != ONLY_INTERLEAVED and self._can_be_even(k)}
         self._transfers: dict[tuple, list[Transfer]] = {}
         self._priced: dict[Choice, Priced] = {}
         self._looked_at: tuple[Choice, list[StageLoad]] | None = None  # the last choice: memory, estimate and price ask in turn
 
-    def _divided_as_fixed(self, numbers: Sequence[int]) -> list[int]:
-        """Numbers of micro-batches whose samples what the user fixed divides.
+    def _numbers_as_fixed(self, stages: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Numbers of stages and of micro-batches with which all that the user fixed can be on the meshes of equal stages.
 
-        Raises: SoapjaxError where there is none.
+        Raises: SoapjaxError where there are none.
         """
-        found = [num for num in numbers if self.exact.fits_as_fixed(num)]
-        if not found:
-            self.exact.require_fixed(numbers[0])
-        return found
+        counts = {k: self.topology.num_devices // k for k in stages}
+        parts = {k: part_of(self.topology, 0, count) for k, count in counts.items()}
+        pairs = [(k, num) for k in stages for num in self.microbatches]
+        found = [(k, num) for k, num in pairs if not self.exact.misfits_on(parts[k], num)]
+        if pairs and not found:
+            k, num = pairs[0]
+            problems, stage = self.exact.misfits_on(parts[k], num), f"any of {k} stages"
+            raise SoapjaxError([self.exact.explained(path, p, counts[k], stage) for path, p in problems.items()])
+        return [k for k in stages if k in {k for k, _ in found}], [n for n in self.microbatches if n in {n for _, n in found}]
 
     def _numbers_of_stages(self, given: int | None) -> list[int]:
         most = len(self.forward) - len(self.in_loops)
@@ -306,15 +311,17 @@ class StageProblem:
             return False
         if not self.has_units(choice.counts):
             return False
+        if self.exact.misfits(choice.bounds, [group[:2] for group in choice.groups], choice.num_microbatches):
+            return False
         of_groups = zip(firsts_of(choice.counts), choice.counts, choice.inner, strict=True)
         return all(k < len(self.loads.fabric(first, count, choice.num_microbatches).choices) for first, count, k in of_groups)
 
     def has_units(self, counts: Sequence[int]) -> bool:
         """Whether groups of so many devices, one after the other, are whole units: meshes then have the links that they seem to.
 
-        Where layouts are fixed by axes of the mesh of all devices, one group has all of these.
+        Where layouts are fixed, one group has all devices: their mesh has the axes that these are said by.
         """
-        if self.exact.names_axes and tuple(counts) != (self.topology.num_devices,):
+        if any(map(any, self.exact.fixed.values())) and len(counts) == 1 and counts[0] != self.topology.num_devices:
             return False
         return all(_is_regular(self.topology, first, count) for first, count in zip(firsts_of(counts), counts, strict=True))
 
