@@ -449,14 +449,14 @@ def test_what_does_not_fit_is_refused():
     def errors(w, batch):
         return ((batch["x"] @ w["a"]) ** 2).mean()
 
-    def ascends_first(w, batch):  # sharpness-aware: the lines that show it are named
-        near = {k: w[k] + 0.1 * g for k, g in jax.grad(errors)(w, batch).items()}
-        return {k: w[k] - g for k, g in jax.grad(errors)(near, batch).items()}
+    def twice(w, batch):  # two updates: the lines that show it are named
+        near = {k: w[k] - 0.1 * g for k, g in jax.grad(errors)(w, batch).items()}
+        return {k: near[k] - g for k, g in jax.grad(errors)(near, batch).items()}
 
-    first = ascends_first.__code__.co_firstlineno
+    first = twice.__code__.co_firstlineno
     lines = rf"py:{errors.__code__.co_firstlineno + 1} in errors reads what .*py:{first + 1} in <dictcomp> makes"
     with pytest.raises(SoapjaxError, match=rf"depends on an update, or on another gradient \(.*{lines}\)"):
-        soap_shard(ascends_first, topology="cpu8", microbatches=2)(w, batch)
+        soap_shard(twice, topology="cpu8", microbatches=2)(w, batch)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint])

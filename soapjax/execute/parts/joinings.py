@@ -18,6 +18,7 @@ import numpy as np
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.parts.microbatches import MicroStep
 from soapjax.execute.parts.stage_cut import StageCut
+from soapjax.graph.batch.earlier_gradients import earlier_gradient
 from soapjax.graph.batch.growth_rules import UNKNOWN, Scaling
 from soapjax.graph.trace.program import FlatEqn
 
@@ -173,6 +174,12 @@ def _check_samples(micro: MicroStep, gradients: Sequence[int], unknown: str) -> 
         remedy = _TIME + f"; {_PLACE}='mean' trusts that it is a mean"
         raise SoapjaxError(Problem(_PLACE, value, expected, remedy))
     if statistic is not None:
+        if (earlier := earlier_gradient(mixing)) is not None:
+            at = f" ({earlier.source})" if earlier.source else ""
+            value = f"a gradient that is a sum over all samples{at}, from which the step goes on to another gradient, as SAM does"
+            expected = "one gradient of the whole batch: the second would begin before all micro-batches had added to the first"
+            remedy = "add both gradients up in the step itself (jax.lax.scan over parts of the batch), or use one micro-batch"
+            raise SoapjaxError(Problem("train step", value, expected, remedy))
         warn_once(_STATISTIC, f"{statistic.source or statistic.name} ({list(mixing.shape(statistic))})")
     if moved is not None:
         warn_once(_ORDER, f"{moved.source or moved.name} ({moved.name}: {list(mixing.shape(moved))})")

@@ -90,7 +90,7 @@ class SampleMixing:
     def statistic(self, besides: Collection[str] = ()) -> FlatEqn | None:
         """An equation that brings a statistic of the batch to its samples, and is none of `besides` (keys); or None."""
         brings = (e for e in self.needed if e.name != "concatenate" and e.key not in besides)  # which puts some beside others
-        found = next((e for e in brings if any(map(self._dims, e.outputs)) and any(map(self._is_statistic, e.inputs))), None)
+        found = next((e for e in brings if any(map(self._dims, e.outputs)) and any(map(self.is_statistic, e.inputs))), None)
         return found or self._inside(SampleMixing.statistic, besides)
 
     def not_linear(self, after: Collection[str] = ()) -> FlatEqn | None:
@@ -195,7 +195,11 @@ class SampleMixing:
         a, b = self.small.avals[atom].shape, self.large.avals[atom].shape
         return {d for d, (m, n) in enumerate(zip(a, b, strict=False)) if m != n}
 
-    def _is_statistic(self, atom: Atom) -> bool:
+    def has_samples(self, atom: Atom) -> bool:
+        return bool(self._dims(atom))
+
+    def is_statistic(self, atom: Atom) -> bool:
+        """Whether it is made of the data, and no sample's."""
         if not isinstance(atom, int) or atom not in self.data:
             return False
         return not is_key(self.small.avals[atom]) and not self._dims(atom) and atom not in self.chunked
@@ -291,7 +295,7 @@ class SampleMixing:
         return (self.small.aval(source).shape[min(self._dims(source))], after // before) not in self._joined
 
     def _is_not_linear(self, eqn: FlatEqn) -> bool:
-        own = [self._is_statistic(a) for a in eqn.inputs]
+        own = [self.is_statistic(a) for a in eqn.inputs]
         if not any(own) or any(map(self._dims, eqn.outputs)) or eqn.name in _LINEAR:
             return False
         if eqn.name in ("mul", "dot_general"):

@@ -18,6 +18,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from soapjax.graph.passes.flat_updates import gradient_in_pieces
+from soapjax.graph.passes.forward_gradients import read_by_forward, updated_by
 from soapjax.graph.passes.projected_updates import only_gradient
 from soapjax.graph.passes.through_branches import ThroughBranches
 from soapjax.graph.trace.program import FlatEqn, Program
@@ -171,7 +172,15 @@ def find_phases(step: TracedStep, values: Values) -> Phases:
     phase.update(dict.fromkeys(waits, UPDATE))
     phase.update(dict.fromkeys(_before_loops(step, values, phase), FORWARD))
     parameters = _parameters(step, values, phase, downstream)
-    return Phases(phase, parameters, _first_late(leaves, values, phase))
+    late = _first_late(leaves, values, phase)
+    if late is not None:
+        earlier = read_by_forward(leaves, values, {k for k, p in phase.items() if p == FORWARD})
+        other = phase | dict.fromkeys(earlier, FORWARD)
+        others = _parameters(step, values, other, downstream)
+        is_alike = [(p.leaf, p.gradient) for p in others] == [(p.leaf, p.gradient) for p in parameters]
+        if is_alike and not updated_by(step, values, {k for k, p in other.items() if p == UPDATE}, earlier):
+            return Phases(other, others, _first_late(leaves, values, other))
+    return Phases(phase, parameters, late)
 
 
 @functools.cache
