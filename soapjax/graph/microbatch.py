@@ -69,10 +69,17 @@ def micro_batch(graph: OperatorGraph, num: int) -> OperatorGraph:
     if num < 1 or whole % num:
         fits = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
         expected, remedy = f"a divisor of the batch ({whole})", f"choose one of {fits}"
+        size = max(data_sizes(graph).values(), default=0)  # not known where it is taken apart at once, as into chunks and a rest
+        if whole > 1 and size != whole:
+            parts = f"the batch{f' of {size}' if size else ''} is taken in parts (lax.map(..., batch_size=), a loop over chunks)"
+            expected = f"a divisor of {whole}: {parts}, of which each micro-batch has whole ones"
+            remedy += ", or make these parts smaller"
         if whole == 1:
-            why = "a loop over single samples has not, and what a `while` or `cond` computes of all together is in one piece"
-            expected = f"a batch that can be cut: nothing here has several samples at once ({why})"
-            remedy = "compute several at a time (jax.vmap, lax.map(..., batch_size=8)), or plan with the whole batch"
+            why = "a loop over single samples has not, nor one over chunks and a rest"
+            why += "; what a `while` or `cond` computes of all together is in one piece"
+            expected = f"a batch that can be cut: all of the step has several samples at once ({why})"
+            remedy = "compute several at a time (jax.vmap, lax.map(..., batch_size=8) of a batch that 8 divides), or plan with the"
+            remedy += " whole batch"
         raise SoapjaxError(Problem("microbatches", str(num), expected, remedy))
     if num == 1:
         return graph
