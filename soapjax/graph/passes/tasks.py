@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax.extend.core as jex_core
@@ -17,6 +18,7 @@ from soapjax.graph.rules.flops import flops_of
 from soapjax.graph.rules.heavy_rules import border_rows, conv_results
 from soapjax.graph.rules.light_rules import BLOCKED, LIGHT
 from soapjax.graph.rules.pools import IMAGE, is_made_of_choices
+from soapjax.graph.rules.rule_table import Labels
 from soapjax.graph.trace.program import Atom, FlatEqn, Program, bytes_of
 from soapjax.graph.trace.values import Uses, Values
 
@@ -287,6 +289,9 @@ class TaskBuilder:
         partial: dict[int, tuple[int, ...]] = {}
         for e in unit.eqns:
             found = self.labels[e]
+            if e.name == "cond":  # whose branches sum up over devices themselves
+                sums += _inner_sums(found, dims.of_labels(e))
+                continue
             kept = {BLOCKED, *(lab for labs in found.outputs for lab in labs)}
             gone = {lab for labs in found.inputs for lab in labs if lab not in kept}
             split = dims.of_labels(e)
@@ -342,3 +347,10 @@ class TaskBuilder:
     def structure(self, eqns: list[FlatEqn]) -> str:
         alias = self.values.alias
         return structure_of(eqns, self.program.aval, lambda a: alias[a].root)
+
+
+def _inner_sums(labels: Labels, split: Mapping[int, int]) -> Iterator[InnerSum]:
+    """What an equation sums up inside, by the op dims of its labels."""
+    for size_bytes, own, reduced in labels.sums:
+        if over := tuple(dict.fromkeys(split[lab] for lab in reduced if lab in split)):
+            yield InnerSum(size_bytes, tuple(sorted({split[lab] for lab in own if lab in split})), over)

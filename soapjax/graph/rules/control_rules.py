@@ -2,21 +2,23 @@
 
 Chains, trajectories and environments that are computed side by side in a loop of unknown length (an ODE solver, a sampler, a
 simulator under `vmap`) stay on the devices that hold them; so do parameters that a branch updates element by element. What a body
-reduces to one number (does any chain go on? how long is the vector?) is summed up by the partitioner where it is needed. A dim
-that is contracted, cut, joined or sorted inside is not split.
+reduces to one number (does any chain go on? how long is the vector?) is summed up by the partitioner where it is needed. So is
+what a branch of a `cond` sums up over a dim, as the gradient of a matrix over the samples: that is named, with its size. A dim
+that is contracted in a `while`, or cut, joined or sorted inside, is not split.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 
-from soapjax.graph.rules.rule_table import BLOCKED, Labels, is_known, labels_of, register
+from soapjax.graph.rules.rule_table import BLOCKED, Labels, SumInside, is_known, labels_of, register
 from soapjax.graph.trace.program import Atom, FlatEqn, Program, flatten
 from soapjax.graph.trace.union_find import UnionFind
 from soapjax.graph.trace.values import Values
 
 NAMES = ("while", "cond")
+_SUMS = {"dot_general", "reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"}
 Ends = list[tuple[Hashable, Atom]]  # an operand or result of the equation, and the value of the body that it is
 
 
@@ -36,7 +38,7 @@ def _while(eqn: FlatEqn, ins, outs) -> Labels:
 
 @register("cond")
 def _cond(eqn: FlatEqn, ins, outs) -> Labels:
-    known = _Body()
+    known = _Body(names_sums=True)
     for closed in eqn.params["branches"]:
         branch = _program(closed)
         results = [("out", r) for r in range(len(outs))]
@@ -65,12 +67,18 @@ def _ends(names: list, atoms) -> Ends:
 
 
 class _Body:
-    """Dims of operands, results and the values between them that are one, over all programs of an equation."""
+    """Dims of operands, results and the values between them that are one, over all programs of an equation.
 
-    def __init__(self) -> None:
+    Args:
+      names_sums: whether what is summed up outside of loops is named with its size, and so may be over dims that are split.
+    """
+
+    def __init__(self, *, names_sums: bool = False) -> None:
         self.uf = UnionFind()
         self.whole: set[Hashable] = set()  # nodes whose class stays in one piece
-        self.count = 0
+        self.count, self.names_sums = 0, names_sums
+        self.sums: list[tuple[float, list[Hashable], list[Hashable]]] = []  # bytes, nodes of its dims, nodes that are summed over
+        self.beside: list[list[Hashable]] = []  # nodes of all dims of one value that such a sum reads or is
 
     def add(self, program: Program, ends: Ends) -> None:
         self.count += 1
@@ -93,6 +101,11 @@ class _Body:
     def labels(self, ins, outs) -> Labels:
         """Labels of the dims that stay apart; those that only operands have go into numbers, which are the body's own affair."""
         whole = {self.uf.find(n) for n in self.whole}
+        sums = [(size, [*map(self.uf.find, own)], [*map(self.uf.find, reduced)]) for size, own, reduced in self.sums]
+        # A dim is not split together with another of the same value, nor summed over where the sum has it.
+        for roots in [list(map(self.uf.find, nodes)) for nodes in self.beside]:
+            whole.update(n for n in roots if roots.count(n) > 1)
+        whole.update(n for _, own, reduced in sums for n in reduced if n in own)
         number: dict[Hashable, int] = {}
 
         def labelled(name: tuple[str, int], shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -100,7 +113,13 @@ class _Body:
             return tuple(BLOCKED if root in whole else number.setdefault(root, len(number)) for root in roots)
 
         inputs = tuple(labelled(("in", k), shape) for k, shape in enumerate(ins))
-        return Labels(inputs, tuple(labelled(("out", r), shape) for r, shape in enumerate(outs)))
+        outputs = tuple(labelled(("out", r), shape) for r, shape in enumerate(outs))
+
+        def known(roots: list[Hashable]) -> tuple[int, ...]:
+            return tuple(number[n] for n in roots if n in number)
+
+        inside = (SumInside(size, known(own), known(reduced)) for size, own, reduced in sums)
+        return Labels(inputs, outputs, sums=tuple(s for s in inside if s.reduced))
 
     def _node(self, values: Values, atom: int, d: int) -> tuple[Hashable, ...]:
         node = values.node(atom, d)
@@ -114,6 +133,9 @@ class _Body:
         found = labels_of(eqn, program)
         kept = {lab for labs in found.outputs for lab in labs}
         is_summed = eqn.name in NAMES or all(math.prod(program.aval(o).shape) == 1 for o in eqn.outputs)
+        if self.names_sums and eqn.name in _SUMS and "." not in eqn.key:
+            is_summed = True
+            self._sum(eqn, program, values, kept, found)
         for atom, labs in zip((*eqn.inputs, *eqn.outputs), (*found.inputs, *found.outputs), strict=True):
             for d, lab in enumerate(labs):
                 if not isinstance(atom, int) or program.aval(atom).shape[d] <= 1:
@@ -125,3 +147,15 @@ class _Body:
                     self.uf.union(node, (self.count, eqn.key, lab))
                     if lab not in kept and not is_summed:
                         self.whole.add(node)
+
+    def _sum(self, eqn: FlatEqn, program: Program, values: Values, kept: Collection[int], found: Labels) -> None:
+        def nodes(atom: Atom, labs: Sequence[int], of: Callable[[int], bool]) -> list[Hashable]:
+            dims = [d for d, lab in enumerate(labs) if lab != BLOCKED and of(lab)]
+            return [self._node(values, atom, d) for d in dims] if isinstance(atom, int) else []
+
+        made = program.aval(eqn.outputs[0])
+        own = nodes(eqn.outputs[0], found.outputs[0], lambda lab: True)
+        operands = list(zip(eqn.inputs, found.inputs, strict=True))
+        reduced = [n for a, labs in operands for n in nodes(a, labs, lambda lab: lab not in kept)]
+        self.beside += [own, *(nodes(a, labs, lambda lab: True) for a, labs in operands)]
+        self.sums.append((float(math.prod(made.shape) * made.dtype.itemsize), own, reduced))

@@ -36,6 +36,14 @@ class MadeOf(NamedTuple):
     result_dim: int
 
 
+class SumInside(NamedTuple):
+    """What an equation sums up inside, and all devices have then: by labels its dims, and those that are summed over."""
+
+    size_bytes: float
+    own: tuple[int, ...]
+    reduced: tuple[int, ...]
+
+
 class Labels(NamedTuple):
     """Labels of each operand's and each result's dims.
 
@@ -43,12 +51,14 @@ class Labels(NamedTuple):
     index): the two are not split together, but where the operand's is the batch, the result's is a batch too, and split so.
     `spatial` maps the labels whose neighbours are read across the border of a shard (windows) to the largest degree at
     which a shard still holds a window: they cost a halo exchange, and convolutions need manual axes.
+    `sums` are those of a branch of a `cond`: where its labels are reduced, no result is a partial sum.
     """
 
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
     spatial: dict[int, int] = {}  # noqa: RUF012 - never written to
     made_of: tuple[MadeOf, ...] = ()
+    sums: tuple[SumInside, ...] = ()
 
 
 Rule = Callable[[FlatEqn, list[tuple[int, ...]], list[tuple[int, ...]]], Labels]
@@ -99,7 +109,7 @@ def labels_of(eqn: FlatEqn, program: Program, alike: dict[tuple, Labels] | None 
         return tuple(BLOCKED if n <= 1 else lab for lab, n in zip(labels, shape, strict=True))
 
     inputs, outputs = tuple(map(clean, found.inputs, ins)), tuple(map(clean, found.outputs, outs))
-    found = Labels(inputs, outputs, found.spatial, found.made_of)
+    found = found._replace(inputs=inputs, outputs=outputs)
     if key is not None:
         alike[key] = found
     return found
