@@ -21,6 +21,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
+from soapjax.graph.trace.empty_values import without_operands
 from soapjax.graph.trace.source_lines import Call, line_of_equation
 from soapjax.graph.trace.trips import Trip
 from soapjax.graph.trace.unstacking import Unstacked, Unstacking
@@ -328,7 +329,9 @@ def flatten(
         found = Unstacking(records, args, results, apart, avals=f.avals, elementwise=elementwise, traced=f._traced).run()
     inputs, outputs = (tuple(a for rows in leaves for a in rows) for leaves in (found.inputs, found.outputs))
     values = {r["const"]: r["value"] for r in found.records if "const" in r}
-    records = _own_casts(found.records, set(inputs), f)
+    has_empty = any(not f.avals[a].size for a in inputs)
+    records = without_operands(found.records, f.avals, f._traced) if has_empty else found.records
+    records = _own_casts(records, set(inputs), f)
     eqns = _finish([r for r in records if "const" not in r], _values(outputs), (), f.avals)
     rows = tuple(map(len, found.inputs)), tuple(map(len, found.outputs))
     return Program(inputs, outputs, eqns, values, f.avals, rows=rows)
