@@ -238,6 +238,34 @@ def test_what_is_not_made_of_the_batch_alone_is_refused(name):
         pipeline_step(step_of(REFUSED[name]), "1f1b", 2, 2)
 
 
+def test_a_divisor_inside_a_branch_is_to_be_made_before_it():
+    def step_with(divides):
+        def step(p, x, w):
+            def loss(p):
+                return divides(jnp.tanh(x @ p).mean(-1) ** 2, w, p.sum() > 0)
+
+            value, grads = jax.value_and_grad(loss)(p)
+            return p - 0.1 * grads, value
+
+        return step
+
+    def inside(e, w, is_so):
+        return jax.lax.cond(is_so, lambda: (e * w).sum() / w.sum(), lambda: e.mean())
+
+    def before(e, w, is_so):
+        total = w.sum()
+        return jax.lax.cond(is_so, lambda: (e * w).sum() / total, lambda: e.mean())
+
+    rng = np.random.default_rng(0)
+    p, x, w = (rng.uniform(size=shape).astype(np.float32) for shape in [(6, 3), (BATCH, 6), (BATCH,)])
+    how = dict(topology=FOUR, planner="data_parallel", microbatches=2, donate=False)
+    with pytest.raises(SoapjaxError, match="outside of loops and of branches of a `cond`.*make a sum of weights before the loop"):
+        soap_shard(step_with(inside), **how)(p, x, w)
+    found = soap_shard(step_with(before), **how)(p, x, w)
+    for mine, wanted in zip(found, jax.jit(step_with(inside))(p, x, w), strict=True):
+        np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_it_runs_by_the_decorator():
     state, batch = arguments()
     step = step_of(LOSSES["a sum"])

@@ -112,7 +112,9 @@ def _check_growth(
     if ratios := [path for path, s in found if s.is_ratio]:
         value = f"the gradient of {_named(ratios)} is divided by a sum over the batch's results{at(lambda s: s.is_ratio)}"
         expected = "a loss divided by a constant, or by what is made of the batch alone, as a sum of its weights is"
-        remedy = "divide by a fixed count (the batch size, say), or use one micro-batch"
+        expected += ", outside of loops and of branches of a `cond`"
+        remedy = "divide by a fixed count (the batch size, say), make a sum of weights before the loop or the `cond` that divides "
+        remedy += "by it, or use one micro-batch"
         raise SoapjaxError(Problem(_PLACE, value, expected, remedy))
     if extremes := [path for path, s in found if s.extreme]:
         value = f"the gradient of {_named(extremes)} is the largest or least value of a batch{at(lambda s: bool(s.extreme))}"
