@@ -100,6 +100,24 @@ def test_stored_in_parts_it_is_scattered_once(is_loop):
     assert {k: n for k, n in predicted.items() if n} == {k: pytest.approx(n, rel=0.01) for k, n in sent.items() if n}
 
 
+def test_what_is_broadcast_along_the_batch_is_scattered_as_it_is_summed():
+    """The derivative of `x @ w + b` sums over the batch, and then once more over a dim of one element (jax 0.10)."""
+
+    def step(params, x):
+        def loss(p):
+            return (jnp.tanh(x @ p["w"] + p["b"]) ** 2).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    params = {"w": jnp.ones((8, WIDTH)), "b": jnp.ones(WIDTH)}
+    found = soapjax.plan(step, params, jnp.ones((BATCH, 8)), topology="cpu8", planner="fsdp")
+    sent = sent_bytes(bind_plan(found.step, found.plan), [*jax.tree.leaves(params), jnp.ones((BATCH, 8))])
+    whole = sum(x.nbytes for x in jax.tree.leaves(params))
+    assert sent["all-gather"] == sent["reduce-scatter"] == 7 / 8 * whole
+    assert {k: n for k, n in found.plan.prediction.bytes_by_collective.items() if n} == sent
+
+
 def test_what_a_loop_stacks_is_resharded_whole():
     """A reader after the loop that is split in another way needs the values of all trips."""
 
