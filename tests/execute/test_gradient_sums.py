@@ -12,9 +12,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from planned import Case, data_parallel, rotated
 
 import soapjax
+from soapjax import soap_shard
 from soapjax.execute.compiled.collectives import collectives_of
+from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.spmd.partial import Partial, elementwise, resolved, split_off
 from soapjax.execute.spmd.planned_evaluator import bind_plan
+from soapjax.planning import choosing
+from soapjax.planning.pipelining.given_pipeline import planned_pipeline
+from soapjax.planning.request import PlanRequest
 
 STEPS, WIDTH, BATCH, WORDS = 5, 16, 32, 24
 
@@ -28,7 +33,7 @@ def shared_weights(is_loop):
         def cell(h, xt):
             return jnp.tanh(xt + h @ params["w"] + params["b"]), None
 
-        h = jnp.zeros((BATCH, WIDTH))
+        h = jnp.zeros((len(tokens), WIDTH))
         if is_loop:
             h, _ = jax.lax.scan(cell, h, x.swapaxes(0, 1))
         else:
@@ -98,6 +103,20 @@ def test_stored_in_parts_it_is_scattered_once(is_loop):
     assert sent["reduce-scatter"] == pytest.approx(7 / 8 * whole, rel=0.01)
     predicted = found.plan.prediction.bytes_by_collective
     assert {k: n for k, n in predicted.items() if n} == {k: pytest.approx(n, rel=0.01) for k, n in sent.items() if n}
+
+
+def test_micro_batches_sum_over_the_devices_once():
+    """With the update, as predicted: of a weight that a loop uses, and of a table that is used twice, too."""
+    fn, args = shared_weights(is_loop=True)
+    plan = choosing.as_asked(PlanRequest(topology="cpu8", planner="fsdp", microbatches=2), fn, *args).plan
+    made = planned_pipeline(fn, *args, plan=plan, donate=False).streamed
+    parts = {p.name: {k: n for k, n in p.bytes_by_collective.items() if n} for p in inspect_stream(made).parts}
+    whole = sum(x.nbytes for x in jax.tree.leaves(args[0]))
+    assert parts["update 0"] == {"reduce-scatter": 7 / 8 * whole} and not parts["backward 0"].get("reduce-scatter")
+    for kind in ("all-reduce", "reduce-scatter"):
+        assert plan.prediction.bytes_by_collective[kind] == sum(sent.get(kind, 0) for sent in parts.values())
+    for found, wanted in zip(jax.tree.leaves(soap_shard(fn, plan=plan)(*args)), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_what_is_broadcast_along_the_batch_is_scattered_as_it_is_summed():

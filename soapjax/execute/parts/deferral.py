@@ -7,11 +7,24 @@ are reduce-scattered once per micro-batch, into a running sum that is sharded to
 
 from __future__ import annotations
 
-from soapjax.execute.parts.cut import Part
+from soapjax.execute.parts.cut import Part, keys_of
 from soapjax.execute.parts.part_program import Place
 from soapjax.execute.spmd.gradient_sums import DeferredSum
 from soapjax.execute.spmd.plan_layouts import axes_on, split_of
+from soapjax.graph.operators import Accumulation
 from soapjax.strategy.configs import StorageName
+
+
+def sums_within(place: Place, part: Part) -> list[Accumulation]:
+    """The gradients of parameters with several uses that a stage's part makes all of: summed over its devices once, not in each."""
+    binding, mine = place.bound.binding, {k for e in part.eqns for k in keys_of(e)}
+    found = []
+    for one in place.bound.graph.accumulations if place.mesh.size > 1 else ():
+        chain = binding.sums[one.parameter]
+        products = (binding.values.producer[r].key for r in chain.summands)
+        if mine.issuperset((*chain.additions, *chain.relayouts, *chain.relayouts.values(), *products)):
+            found.append(one)
+    return found
 
 
 def deferred_sums(place: Place, part: Part, gradients: dict[int, int]) -> dict[int, DeferredSum]:
@@ -22,13 +35,17 @@ def deferred_sums(place: Place, part: Part, gradients: dict[int, int]) -> dict[i
     read = {a for e in part.eqns for a in e.read}
     made = part.made
     writes = {a.tensor: (task, a) for task in graph.tasks for a in task.writes}
+    laid_out_as = {binding.sums[a.parameter].total: a.layout_of for a in place.sums}  # a sum of several uses, as one summand
     found = {}
     for value, parameter in gradients.items():
         owner = bound.plan.operators[graph.operators[graph.parameters[parameter].owner].name]
-        tensor = binding.tensor_of.get(value, -1)
-        is_alone = value in made and value not in read and binding.values.of(value).root == value
+        root = binding.values.of(value).root
+        tensor = laid_out_as.get(root, binding.tensor_of.get(value, -1))
+        is_alone = value in made and value not in read
         storage = StorageName.parse(owner.storage)
-        if storage.again or storage.scatters or not is_alone or tensor not in writes or writes[tensor][0].scope:
+        if storage.again or storage.scatters or not is_alone or tensor not in writes:
+            continue
+        if root not in laid_out_as and (root != value or writes[tensor][0].scope):
             continue
         task, access = writes[tensor]
         operator = graph.operators[task.operator]

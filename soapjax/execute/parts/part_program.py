@@ -23,6 +23,7 @@ from soapjax.execute.spmd.gradient_sums import DeferredSum
 from soapjax.execute.spmd.plan_layouts import split_of
 from soapjax.execute.spmd.planned_evaluator import BoundStep, PlannedEvaluator
 from soapjax.execute.spmd.promotion import high
+from soapjax.graph.operators import Accumulation
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import parse_spec
 
@@ -40,6 +41,7 @@ class Place:
         self._arguments = dict(zip(bound.step.program.inputs, bound.step.in_paths, strict=True))
         self._arrivals: dict[int, Spec] = {}
         self.deferred: dict[int, DeferredSum] = {}  # by value
+        self.sums: tuple[Accumulation, ...] = ()  # of several uses of a parameter, all in one of the place's programs
         self.gathered: dict[int, Gathered] = {}  # by value, of what passes read: gathered before them
         self._home: dict[int, Spec] = {}
         self._makers = {o: e for e in bound.step.program.eqns for o in e.outputs}
@@ -59,8 +61,8 @@ class Place:
     def _evaluator(self, bound: BoundStep) -> Any:
         # Also on one device where the plan pins: the marks of its operators are how they are found again.
         if bound.plan.pinned:
-            return PlannedEvaluator(bound, is_float64=self.is_float64, keeps_sums=False)
-        evaluator: Any = bound.evaluator(is_float64=self.is_float64, keeps_sums=False)  # with sums, where any are deferred
+            return PlannedEvaluator(bound, is_float64=self.is_float64, sums=())
+        evaluator: Any = bound.evaluator(is_float64=self.is_float64, sums=self.sums)  # with sums, where any are deferred
         for value, deferred in self.deferred.items():
             evaluator.sums.defer(value, deferred)
         return evaluator

@@ -73,7 +73,7 @@ class GradientSums:
       bind: the evaluator's, which runs an equation.
     """
 
-    def __init__(self, layouts: PlanLayouts, bind: Callable[..., list[Any]], accumulations: tuple[Accumulation, ...]):
+    def __init__(self, layouts: PlanLayouts, bind: Callable[..., list[Any]], accumulations: Sequence[Accumulation]):
         binding = layouts.binding
         self.layouts, self.bind, self.binding, self.mesh = layouts, bind, binding, layouts.mesh
         self.values = binding.values
@@ -85,6 +85,7 @@ class GradientSums:
         self._of_product: dict[str, _Sum] = {}  # the equation that a summand comes from, perhaps laid out anew
         self._of_total: dict[int, _Sum] = {}
         self._relayouts: set[str] = set()
+        self._left: set[int] = set()  # totals that another program sums over the devices
         for found in accumulations:
             chain = binding.sums[found.parameter]
             spec, axes = layouts.made_as(found.layout_of)
@@ -100,7 +101,10 @@ class GradientSums:
             self._relayouts |= chain.relayouts.keys()
 
     def defer(self, value: int, deferred: DeferredSum) -> None:
-        """Leaves a gradient apart that is no sum of products: its total is made by another program."""
+        """Leaves a gradient apart, or what a stage adds to one: its total over the devices is made by another program."""
+        if (root := self.values.of(value).root) in self._of_total:
+            self._left.add(root)
+            return
         chain = summand_alone(value, self.layouts.program, self.values, self.binding.phases)
         one = _Sum(chain, deferred.axes, deferred.spec, deferred.home, is_carried=True, task=-1)
         self._of_summand[value] = one
@@ -124,7 +128,7 @@ class GradientSums:
         if one is None:
             return [self.summand(eqn.outputs[0], out)]
         out = constrained(out, one.spec, self.mesh)
-        is_total = eqn.outputs[0] == one.chain.total and not one.is_carried
+        is_total = eqn.outputs[0] == one.chain.total and not one.is_carried and one.chain.total not in self._left
         return [resolved(out, one.spec, one.home, self.mesh) if is_total else out]
 
     def kept(self, eqn: FlatEqn, partial: set[str]) -> tuple[str, ...]:
@@ -158,9 +162,9 @@ class GradientSums:
         """A loop's result: its running sum is summed over the devices, unless an outer loop goes on with it."""
         if not isinstance(x, Partial):
             return x
-        one = self._of_total.get(self.values.of(out).root)
+        one = self._of_total.get(root := self.values.of(out).root)
         outer = self.values.scope.get(eqn.key)  # of a loop that trips were put into: none
-        if one is None or (outer and set(self._loops[outer[-1]].body.inputs) & set(one.chain.starts)):
+        if one is None or root in self._left or (outer and set(self._loops[outer[-1]].body.inputs) & set(one.chain.starts)):
             return x
         with jax.named_scope(task_mark(one.task)):
             return resolved(x, one.spec, one.home, self.mesh)

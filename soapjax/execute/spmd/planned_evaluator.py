@@ -28,7 +28,7 @@ from soapjax.execute.spmd.plan_layouts import PlanLayouts
 from soapjax.execute.spmd.reduce import REDUCTIONS
 from soapjax.execute.spmd.rows import BY_ROW, run_by_row
 from soapjax.execute.spmd.summed_jointly import JointSums
-from soapjax.graph.operators import OperatorGraph, Task
+from soapjax.graph.operators import Accumulation, OperatorGraph, Task
 from soapjax.graph.passes.build import Binding, build_graph
 from soapjax.graph.passes.phases import FORWARD, PHASE_NAMES
 from soapjax.graph.readers import left_parameters
@@ -87,11 +87,11 @@ class BoundStep:
             k = counters[task.operator] = counters.get(task.operator, -1) + 1
             yield task, self.plan.operators[self.graph.operators[task.operator].name].tasks[k]
 
-    def evaluator(self, *, is_float64: bool = False, keeps_sums: bool = True) -> ProgramEvaluator:
-        """`keeps_sums`: gradients of parameters with several uses are summed once; off where not all of it is evaluated."""
+    def evaluator(self, *, is_float64: bool = False, sums: Sequence[Accumulation] | None = None) -> ProgramEvaluator:
+        """`sums`: of the graph's gradients of parameters with several uses those that are summed once; all of them is evaluated."""
         if self.mesh.size == 1:
             return ProgramEvaluator(self.step.program, is_float64=is_float64)
-        return PlannedEvaluator(self, is_float64=is_float64, keeps_sums=keeps_sums)
+        return PlannedEvaluator(self, is_float64=is_float64, sums=sums)
 
 
 def mesh_of(plan: Plan, devices: Sequence[Any] | None = None) -> Mesh:
@@ -159,17 +159,18 @@ def begun_within(inputs: list[Any], sizes: Sequence[int]) -> list[Any]:
 class PlannedEvaluator(ProgramEvaluator):
     """Evaluates a program under a plan's constraints."""
 
-    def __init__(self, program: BoundStep, *, is_float64: bool = False, keeps_sums: bool = True):
+    def __init__(self, program: BoundStep, *, is_float64: bool = False, sums: Sequence[Accumulation] | None = None):
         super().__init__(program.step.program, is_float64=is_float64)
         self.bound, self.graph, self.binding = program, program.graph, program.binding
         self.values = program.binding.values
         # Summed up where they are made instead, and laid out as they are made.
-        at_once = set() if keeps_sums else {t for a in self.graph.accumulations for t in (*a.summands, *a.running)}
+        every = self.graph.accumulations
+        sums = every if sums is None else sums
+        at_once = {t for a in every if a not in sums for t in (*a.summands, *a.running)}
         self.layouts = PlanLayouts(
             program.plan, program.step.program, self.graph, self.binding, program.mesh, program.task_parts(), unplaced=at_once
         )
-        accumulations = self.graph.accumulations if keeps_sums else ()
-        self.sums = GradientSums(self.layouts, self.bind, accumulations)
+        self.sums = GradientSums(self.layouts, self.bind, sums)
         self.joint = JointSums(self.layouts, self.bind, self.operand)
         self._made = [{o for key in task.equations.keys for o in program.eqn(key).outputs} for task in self.graph.tasks]
         self._parameters = {p.tensor for p in self.graph.parameters}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.parts.deferral import deferred_sums
+from soapjax.execute.parts.deferral import deferred_sums, sums_within
 from soapjax.execute.parts.gathered import gathered_once
 from soapjax.execute.parts.joinings import Joining, averaged_blindly, found_reduction, is_of_whole_batch, joining, warn_once
 from soapjax.execute.parts.microbatches import MicroStep
@@ -50,12 +50,17 @@ class PipelineStep(MicroBatched):
         self.cut, self._joinings, self.reduction, blindly = cut_and_joined(micro, bound.graph, bound.binding, pipeline, reduction)
         if blindly:
             warn_once("put together of micro-batches' own, although no mean or sum over the batch: %s", ", ".join(blindly[:8]))
-        self._defer([v for _, v in self.cut.gradients])
+        gradients = [v for _, v in self.cut.gradients]
+        self._defer(gradients)
         self.as_run, self.pieces = micro, None
         if rolled := roll(micro, self.cut, places, self._joinings):
             self.as_run, self.cut, self._joinings, stacks, self.pieces = rolled
             for place in places:
                 place.have_stacks(stacks)
+        else:
+            for place, backward, weights in zip(places, self.cut.backward, self.cut.weights, strict=True):
+                place.sums = tuple(a for part in (backward, weights) if part is not None for a in sums_within(place, part))
+            self._defer(gradients)  # these sums, too
         self._receive()
         home = self.cut.home
         self.in_shardings = [self.places[home[v]].sharding(v) if v in home else None for v in self.as_run.step.program.inputs]

@@ -196,9 +196,9 @@ def _resharded_again(tables: CostTables, found: Layouts) -> np.ndarray:
 
 
 def _may_sum_late(tables: CostTables, strategy: Strategy) -> np.ndarray:
-    """bool [P]: as execute/parts/deferral.py decides; of what a loop makes only where it is stored as used."""
+    """bool [P]: as execute/parts/deferral.py decides; of what a loop makes, but running sums, only where it is stored as used."""
     storage, graph = strategy.storage[tables.parameter_op], tables.graph
-    in_loops = {a.tensor for task in graph.tasks if task.scope for a in task.writes}
+    in_loops = {a.tensor for task in graph.tasks if task.scope for a in task.writes} - {a.total for a in graph.accumulations}
     is_alone = np.array([p.gradient not in in_loops for p in graph.parameters], bool)
     is_plain = np.array([not any(s.axes) for s in tables.space.storages])[storage]
     is_scattered = np.array([s.regathers or s.scatters for s in tables.space.storages])[storage]
