@@ -125,6 +125,7 @@ class _Flattener:
         self.unroll, self.has_rule = unroll, has_rule
         self.avals: dict[int, Any] = {}
         self._loops = 0  # that were unrolled
+        self._reshaped: dict[int, Atom] = {}  # what a reshape made -> of what
         self._calls: tuple[Call, ...] = ()  # that are being inlined
 
     def fresh(self, aval: Any) -> int:
@@ -166,17 +167,17 @@ class _Flattener:
             elif name in _OVER_DIMS and all(isinstance(axis, int) for axis in eqn.params["axes"]):
                 results = [self._reduced(name, eqn.params["axes"], a, path, out) for a in inputs]
             elif name == "reshape" and eqn.params["dimensions"] is not None:
-                order, sizes = eqn.params["dimensions"], eqn.params["new_sizes"]
-                results = self._as(lambda x, o=order, n=sizes: jax.lax.reshape(jax.lax.transpose(x, o), n), eqn, inputs, path, out)
-            elif name == "reduce_sum" and inputs and eqn.invars[0].aval.size == eqn.outvars[0].aval.size > 0:
-                axes = eqn.params["axes"]  # of one element each
-                results = self._as(lambda x, a=axes: jax.lax.squeeze(x, a), eqn, inputs, path, out)
+                results = self._transposed_first(eqn, inputs, path, out)
+            elif name == "reduce_sum" and (before := self._before_reshape(inputs[0], eqn.outvars[0].aval)) is not None:
+                results = [before]
             elif not self.has_rule(name) and (closed := made_of(eqn)) is not None:
                 results = self.inline_closed(closed, inputs, path, out, in_scan=in_scan)
             elif name == "scan" and (self.unroll or not eqn.params["length"]):
                 results = self._unrolled(eqn, inputs, path, out)
             else:
                 results = [self.fresh(v.aval) for v in eqn.outvars]
+                if name == "reshape":
+                    self._reshaped[results[0]] = inputs[0]
                 body = self._body(eqn, path, out) if name == "scan" else None
                 out.append(
                     dict(
@@ -204,15 +205,20 @@ class _Flattener:
         """A collective over a vmapped axis is a reduction over a dim; over none it is its operand."""
         return self._traced(lambda x: _OVER_DIMS[name](x, axes), [a], stack, out)[0] if axes else a
 
-    def _as(self, fn: Callable[..., Any], eqn: Any, inputs: list[Atom], stack: str, out: list[dict]) -> list[Atom]:
-        """An equation as others that are the same.
+    def _before_reshape(self, a: Atom, aval: Any) -> Atom | None:
+        """What a sum over dims of one element that a reshape put in takes out again; None of any other sum.
 
-        A reshape may take the dims in another order first, as in the derivative of a product over a dim. A sum over dims of one
-        element, as in the derivative of what is broadcast along a batch (jax 0.10), adds nothing up: its operand may be a gradient
-        that is made scattered, as it is stored.
+        So is the derivative of what is broadcast along a batch (jax 0.10): a gradient that is made scattered, as it is stored.
         """
-        around, self._calls = self._calls, (*self._calls, Call(eqn.source_info, ""))
-        results = self._traced(fn, inputs, stack, out)
+        before = self._reshaped.get(a) if isinstance(a, int) else None
+        return before if before is not None and self._aval(before).shape == aval.shape else None
+
+    def _transposed_first(self, eqn: Any, inputs: list[Atom], stack: str, out: list[dict]) -> list[Atom]:
+        """A reshape that takes the dims in another order first, as in the derivative of a product over a dim: one by one."""
+        params, around = eqn.params, self._calls
+        self._calls = (*around, Call(eqn.source_info, ""))
+        order, sizes = params["dimensions"], params["new_sizes"]
+        results = self._traced(lambda x: jax.lax.reshape(jax.lax.transpose(x, order), sizes), inputs, stack, out)
         self._calls = around
         return results
 
