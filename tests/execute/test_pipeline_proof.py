@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from balanced import balanced_pipeline
 
@@ -58,3 +59,14 @@ def test_it_is_proven(kind, metric):
     found = verify_pipeline(make, jax.tree_util.tree_leaves(given), OpsCheck(0, 0, 0, ()))
     assert found.reference == "its micro-batches" and found.numbers.num_gradients == 2
     assert found.numbers.is_proven_in_float64
+
+
+def picks(p, x, y):
+    return -jax.nn.log_softmax(jnp.tanh(x @ p["w"]) @ p["u"])[jnp.arange(len(y)), y].mean()
+
+
+def test_numbers_that_pick_from_every_sample_are_cut_with_it():
+    """The derivative adds constants by such numbers alone; they were read as a weight, all of which met a part of the samples."""
+    p, x, _ = arguments()
+    micro = micro_step(lambda p, x, y: jax.grad(picks)(p, x, y), p, x, np.arange(8) % 2, num_microbatches=2)
+    assert [micro.full.in_paths[k] for k in micro.batch_leaves] == ["x", "y"] and micro.growth.is_known

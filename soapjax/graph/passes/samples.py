@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterable
 
 from soapjax.graph.batch.sample_mixing import BY_NUMBER
 from soapjax.graph.passes.dims import LabelCache
+from soapjax.graph.rules.heavy_rules import SCATTERS
 from soapjax.graph.rules.light_rules import BLOCKED, CUMULATIVE, MadeOf
 from soapjax.graph.trace.dataflow import follow
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
@@ -113,12 +114,13 @@ class SampleDims:
         of_something = set(program.inputs)
         follow(program, of_something)
         for eqn in program.leaves:
-            of = {own.get(original[a].root) for a in eqn.read if a in of_something}
+            # Numbers by which rows are picked, or added to, are no weights, whatever is made of them.
+            if (read := eqn.inputs) and eqn.name in BY_NUMBER:
+                read = (*read[:1], *(read[2:] if eqn.name in SCATTERS else ()))
+            of = {own.get(original[a].root) for a in read if isinstance(a, int) and a in of_something}
             if len(of) == 1 and None not in of:
                 own.update(dict.fromkeys(eqn.outputs, of.pop()))
             elif any(map(has_samples, (*eqn.inputs, *eqn.outputs))):
-                if eqn.name in BY_NUMBER:  # numbers by which rows are picked are no weights, whatever they meet
-                    of = {own.get(original[a].root) for a in eqn.inputs[:1] if isinstance(a, int)}
                 found |= of - {None}
         return found
 
