@@ -70,3 +70,22 @@ def test_numbers_that_pick_from_every_sample_are_cut_with_it():
     p, x, _ = arguments()
     micro = micro_step(lambda p, x, y: jax.grad(picks)(p, x, y), p, x, np.arange(8) % 2, num_microbatches=2)
     assert [micro.full.in_paths[k] for k in micro.batch_leaves] == ["x", "y"] and micro.growth.is_known
+
+
+def test_whole_numbers_are_those_that_were_traced():
+    """In float64 a Python number, or NumPy's own integers, would have 64 bits, beside what was traced with 32."""
+
+    def step(state, x, y):
+        value, g = jax.value_and_grad(picks)(state[0], x, y)
+        return (jax.tree.map(lambda a, b: a - 0.1 * b, state[0], g), state[1] + 1), value
+
+    p, x, _ = arguments()
+    given = (p, 0), x, np.arange(8) % 2
+    graph = build_graph(micro_step(step, *given, num_microbatches=2).step)[0]
+    pipeline = balanced_pipeline(graph, 4, schedule="1f1b", num_microbatches=2, num_stages=2)
+
+    def make(is_float64):
+        return pipelined(step, *given, pipeline=pipeline, topology="cpu8", donate=False, is_float64=is_float64).streamed
+
+    found = verify_pipeline(make, jax.tree_util.tree_leaves(given), OpsCheck(0, 0, 0, ()))
+    assert found.reference == "the whole batch" and found.numbers.is_proven_in_float64

@@ -24,6 +24,7 @@ from soapjax.execute.compiled.hlo import OpsCheck, check_ops
 from soapjax.execute.compiled.proof_programs import Numbers, OneDevice, PlannedRun, as_numpy, in_precision, side_by_side
 from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.spmd.planned_evaluator import BoundStep
+from soapjax.execute.spmd.promotion import in_type_of
 from soapjax.execute.streams.placed_step import PlacedStep
 from soapjax.execute.streams.stream import Streamed
 from soapjax.execute.transfers.stacked_state import as_pieces, as_rows
@@ -194,6 +195,9 @@ def run_stream(step: Streamed, arguments: list[Any], *, is_float64: bool) -> Num
     """Outputs and gradients of a step of several programs."""
     with in_precision(step.step.program, is_float64):
         pieces = step.pieces
+        if is_float64:  # whose integers have 64 bits, unless they were traced with fewer
+            traced = (step.step.program.avals[i] for i in step.step.program.inputs)
+            arguments = [in_type_of(t, x) for t, x in zip(traced, arguments, strict=True)]
         outputs, gradients = step.run(arguments if pieces is None else as_pieces(arguments, pieces), with_gradients=True)
         outputs = outputs if pieces is None else as_rows(outputs, pieces)
         return list(map(as_numpy, outputs)), list(map(as_numpy, gradients))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from soapjax.execute.spmd.max_pool import pool_gradient
-from soapjax.execute.spmd.promotion import high, promote, promoted_bind, results_of
+from soapjax.execute.spmd.promotion import high, in_type_of, promote, promoted_bind, results_of
 from soapjax.execute.spmd.slicing import block_slice
 from soapjax.graph.batch.draws import is_key
 from soapjax.graph.batch.unlike_sums import SCALES, as_plain
@@ -94,10 +94,7 @@ class ProgramEvaluator:
 
     def as_traced(self, i: int, argument: Any) -> Any:
         """An argument in the type that it was traced with, or its float64: with x64 enabled a Python int, say, is another."""
-        dtype = self.program.avals[i].dtype
-        if not self.is_float64 or jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-            return argument
-        return jnp.asarray(argument, high(dtype))
+        return in_type_of(self.program.avals[i], argument) if self.is_float64 else argument
 
     def read(self, atom: Atom, env: Env) -> Any:
         if isinstance(atom, int):

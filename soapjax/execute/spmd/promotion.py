@@ -29,6 +29,11 @@ def high(dtype: Any) -> Any:
     return np.dtype(_HIGH[str(dtype)]) if is_low(dtype) else dtype
 
 
+def in_type_of(aval: Any, x: Any) -> Any:
+    """An argument that was traced as `aval`, in the type in which that is evaluated."""
+    return x if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) else jnp.asarray(x, high(aval.dtype))
+
+
 def promote(x: Any) -> Any:
     """`x` in float64 where it is a floating-point array of lower precision."""
     return jnp.asarray(x, high(x.dtype)) if hasattr(x, "dtype") and is_low(x.dtype) else x
