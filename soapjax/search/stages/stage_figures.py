@@ -75,6 +75,7 @@ class Figures(NamedTuple):
     stored_bytes: np.ndarray  # [P]: of a parameter with its optimizer state
     parameter_bytes: np.ndarray  # [P]: of a parameter alone
     may_sum_late: np.ndarray  # bool [P]: not gathered for each pass, so that running sums may wait on their devices for the update
+    late_growth: np.ndarray  # [P]: bytes of a sum that waits, over those of one that does not
     gathered_bytes: np.ndarray  # [P]: of the one copy that all micro-batches read; 0 where passes gather, or nobody
     gathers_once: np.ndarray  # bool [E]: the reshard that makes such a copy
     cast_bytes: np.ndarray  # [P]: of a copy in the type that its reader casts it to first, where such a copy may serve all passes
@@ -205,6 +206,16 @@ def _may_sum_late(tables: CostTables, strategy: Strategy) -> np.ndarray:
     return is_plain | (~is_scattered & is_alone)
 
 
+def _late_growth(tables: CostTables, late: np.ndarray) -> np.ndarray:
+    """[P]: what is cast behind the sum, in the backward pass, waits as it was cast; 1 of all others."""
+    growth = np.ones(len(late), np.float32)
+    for p in np.flatnonzero(late):
+        tensor = tables.graph.tensors[g := tables.graph.parameters[p].gradient]
+        if tensor.sum_dtype:
+            growth[p] = tensor.size_bytes / max(tables.resolve_bytes[g], 1)
+    return growth
+
+
 def _gathered_once(tables: CostTables, found: Layouts, strategy: Strategy) -> np.ndarray:
     """bool [E]: reshards that read what is kept once it is gathered (execute/parts/gathered.py), all of a parameter's."""
     space, graph = tables.space, tables.graph
@@ -253,7 +264,11 @@ def _figures(fabric: Fabric, strategy: Strategy) -> Figures:
     parameter_bytes = parts.stored_bytes / tables.state_copies
     gathered_bytes, gathers = np.zeros(len(tables.graph.parameters), np.float32), np.zeros(len(tables.edge_task), bool)
     cast_bytes = np.zeros(len(parameter_bytes), np.float32)
+    growth = _late_growth(tables, late & fabric.has_sums)
     if fabric.has_sums:
+        resolve_s = np.array(durations.resolve_s)
+        resolve_s[[p.gradient for p in tables.graph.parameters]] *= growth[:, None]
+        durations = durations._replace(resolve_s=resolve_s)
         cast_bytes = _cast_bytes(tables, strategy, parameter_bytes)
         once = _gathered_once(tables, found, strategy)
         firsts = {int(tables.edge_tensor[e]): e for e in np.flatnonzero(once)[::-1]}
@@ -270,6 +285,7 @@ def _figures(fabric: Fabric, strategy: Strategy) -> Figures:
     return Figures(
         seconds=schedule.durations(durations), shard_bytes=shard_bytes, copy_bytes=copy_bytes, copy_since=copy_since,
         transient_bytes=parts.transient_bytes, merging_bytes=np.maximum(waiting - parts.held_bytes[:, None], 0.0) * (waiting > 0),
-        stored_bytes=parts.stored_bytes, parameter_bytes=parameter_bytes, may_sum_late=late, gathered_bytes=gathered_bytes,
-        gathers_once=gathers, cast_bytes=cast_bytes, cast_s=_cast_s(tables, parameter_bytes, cast_bytes), layouts=found,
+        stored_bytes=parts.stored_bytes, parameter_bytes=parameter_bytes, may_sum_late=late, late_growth=growth,
+        gathered_bytes=gathered_bytes, gathers_once=gathers, cast_bytes=cast_bytes,
+        cast_s=_cast_s(tables, parameter_bytes, cast_bytes), layouts=found,
     )  # fmt: skip

@@ -216,7 +216,7 @@ class StageLoads:
         late = self._once(fabric, figures, num)
         weights = StagePart(own, figures, mine).weights
         end = len(fabric.tables.graph.tasks)
-        found = []
+        found, growth = [], self._growth(fabric, figures)
         if id(figures) not in self._described:
             self._described[id(figures)] = figures, described_items(fabric.tables, figures.layouts, strategy)
         for item, sent in self._described[id(figures)][1]:
@@ -224,6 +224,8 @@ class StageLoads:
                 phase = UPDATE if item.task == end else fabric.tables.graph.tasks[item.task].phase
                 program = late.get((item.reason, item.tensor)) if phase != UPDATE else None
                 kind = "weights" if phase == BACKWARD and item.task in weights else PHASE_NAMES[phase]
+                if more := growth.get((item.reason, item.tensor)):
+                    sent = sent.model_copy(update={"bytes": {k: round(n * more) for k, n in sent.bytes.items()}})
                 found.append((program or kind, sent))
         return found
 
@@ -235,6 +237,11 @@ class StageLoads:
         gathered = fabric.tables.edge_tensor[figures.gathers_once].tolist()
         return {("resolve", p.gradient): "update" for p, is_late in late if is_late} | {("reshard", t): "gather" for t in gathered}
 
+    def _growth(self, fabric: Fabric, figures: Figures) -> dict[tuple[str, int], float]:
+        """By how much more is sent of sums that run once per step (reason, tensor)."""
+        grown = zip(fabric.tables.graph.parameters, figures.late_growth.tolist(), strict=True)
+        return {("resolve", p.gradient): growth for p, growth in grown if growth != 1}
+
     def sent_bytes(self, bounds: tuple[int, int], first: int, count: int, num: int, inner: int) -> np.ndarray:
         """What each device of such a stage sends in a forward and in a backward pass over one micro-batch, and in an update [3]."""
         fabric, own = self._fabric(first, count, num)
@@ -243,10 +250,12 @@ class StageLoads:
         if key not in self._sent:
             inside = fabric.choices[inner]
             late = self._once(fabric, inside.figures, num)
+            growth = self._growth(fabric, inside.figures)
             self._sent[key] = every = np.zeros((3, tables.num_tasks + 1))
             for item in sent_items(tables, inside.figures.layouts, inside.strategy):
                 is_late = item.task == tables.num_tasks or (item.reason, item.tensor) in late
-                every[UPDATE if is_late else tables.graph.tasks[item.task].phase, item.task] += sum(item.bytes.values())
+                sent = sum(item.bytes.values()) * growth.get((item.reason, item.tensor), 1)
+                every[UPDATE if is_late else tables.graph.tasks[item.task].phase, item.task] += sent
         return self._sent[key] @ np.append(self._mine(bounds)[own.operator], bounds[1] == len(self.forward)).astype(np.float64)
 
     def crossing(
