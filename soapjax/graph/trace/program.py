@@ -125,7 +125,7 @@ class _Flattener:
         self.unroll, self.has_rule = unroll, has_rule
         self.avals: dict[int, Any] = {}
         self._loops = 0  # that were unrolled
-        self._reshaped: dict[int, Atom] = {}  # what a reshape made -> of what
+        self._reshaped: dict[Atom, Atom] = {}  # what a reshape made -> of what
         self._calls: tuple[Call, ...] = ()  # that are being inlined
 
     def fresh(self, aval: Any) -> int:
@@ -210,7 +210,7 @@ class _Flattener:
 
         So is the derivative of what is broadcast along a batch (jax 0.10): a gradient that is made scattered, as it is stored.
         """
-        before = self._reshaped.get(a) if isinstance(a, int) else None
+        before = self._reshaped.get(a) if isinstance(a, int) else None  # a literal is no key
         return before if before is not None and self._aval(before).shape == aval.shape else None
 
     def _transposed_first(self, eqn: Any, inputs: list[Atom], stack: str, out: list[dict]) -> list[Atom]:
