@@ -16,7 +16,7 @@ def step(p, x):
             h = jnp.tanh(h @ p["w"] + seen + p["control"] @ jnp.zeros(0, jnp.float32))
             return h, (h**2).mean()
 
-        return jax.lax.scan(walk, jnp.zeros((16, 4), jnp.float32), x)[1].mean()
+        return jax.lax.scan(walk, jnp.zeros((16, 4), jnp.float32), x)[1].mean() + p["control"][0] @ p["control"][1]
 
     value, grads = jax.value_and_grad(loss)(p)
     return jax.tree.map(lambda a, g: a - 0.1 * g, p, grads), value

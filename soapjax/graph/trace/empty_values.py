@@ -35,7 +35,7 @@ def without_operands(records: list[dict], avals: Mapping[int, Any], traced: Trac
 
 def _reads_in_vain(record: dict, avals: Mapping[int, Any]) -> bool:
     made = [avals[o] for o in record["outputs"]]
-    if len(made) != 1 or record["effects"] or jax.dtypes.issubdtype(made[0].dtype, jax.dtypes.extended):
+    if len(made) != 1 or not made[0].shape or record["effects"] or jax.dtypes.issubdtype(made[0].dtype, jax.dtypes.extended):
         return False
     is_full = [avals[a].size > 0 for a in record["inputs"] if isinstance(a, int)]
     return any(is_full) if made[0].size == 0 else record["primitive"].name == "dot_general" and not all(is_full)
