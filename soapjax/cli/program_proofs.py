@@ -133,7 +133,7 @@ def _compiled(part: InspectedPart) -> dict[str, int]:
 
 
 def _stage_row(plan: Plan, part: InspectedPart) -> ProgramRow:
-    name = part.name.removesuffix(" mixed")
+    name = part.name.partition(" mixed")[0]
     predicted = _summed(plan.prediction.sends, name) if name == part.name else {}
     width = len(plan.pipeline.stages[part.place].devices)
     return ProgramRow(part.name, width, part.runs, predicted, _compiled(part))
@@ -141,8 +141,7 @@ def _stage_row(plan: Plan, part: InspectedPart) -> ProgramRow:
 
 def _placed_row(plan: Plan, placed: PlacedStep, part: InspectedPart) -> ProgramRow:
     """Predicted is what the tasks of the program's own equations send among its devices."""
-    every = (*placed.parts, *placed.updates.update, *(p for p in placed.updates.mixed if p is not None))
-    own = next(p for p in every if p.name == part.name)
+    own = next(p for p in (*placed.parts, *placed.updates.updates) if p.name == part.name)
     task_of = placed.program.binding.task_of
     tasks = {task_of[k] for e in own.eqns for k in keys_of(e) if e.key in own.own and k in task_of}
     predicted: dict[str, int] = {}

@@ -27,7 +27,7 @@ from soapjax.execute.parts.update_cut import Crossing
 from soapjax.execute.transfers.stacked_state import Pieces
 from soapjax.graph.trace.program import FlatEqn
 
-PASSES, LATE = ("forward", "recompute", "backward", "weights"), ("update", "mixed")
+PASSES, LATE = ("forward", "recompute", "backward", "weights"), ("update", "mixed", "mixed_again")
 _TRIES = 6
 # Fewer layers stay as they are. XLA compiles equal operations once, so that a program of ten layers is not much slower to compile
 # than a loop, and on CPUs, where a loop copies the weights of every trip, it runs up to a fifth faster (48 layers of width 64 in 4
@@ -228,11 +228,11 @@ class _Rolling:
     def _maker(self, key: tuple[str, int], rows: Rows) -> tuple[str, int] | None:
         kind, s = key
         passes = (*(("recompute",) if kind == "backward" else ()), "forward", "backward", "weights")
-        for other in ("update",) if kind in LATE else passes:  # what passes make comes to an update as sums
+        for other in LATE[: LATE.index(kind)] if kind in LATE else passes:  # what passes make comes to an update as sums
             maker = other, s
             if other == kind or maker not in self.rolled or not self.rolled[maker].makes(rows):
                 continue
-            given = self.parts[maker].outputs if other in ("recompute", "update") else self.made[maker]
+            given = self.parts[maker].outputs if other in ("recompute", *LATE) else self.made[maker]
             if len(set(rows).difference(given)) <= 1:  # what a loop begins with is handed on with what it carries
                 return maker
         return None

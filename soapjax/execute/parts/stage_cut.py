@@ -45,17 +45,13 @@ class StageCut(Updates):
         def part(p: Part | None) -> Part | None:
             return None if p is None else dataclasses.replace(p, eqns=tuple(as_whole(e, whole) for e in p.eqns), consts=consts)
 
-        return dataclasses.replace(self, update=tuple(map(part, self.update)), mixed=tuple(map(part, self.mixed)))
+        update, mixed, again = (tuple(map(part, parts)) for parts in (self.update, self.mixed, self.mixed_again))
+        return dataclasses.replace(self, update=update, mixed=mixed, mixed_again=again)
 
     @property
     def passes(self) -> tuple[Part, ...]:
         """What runs for every micro-batch."""
         return (*self.forward, *self.backward, *(p for p in (*self.weights, *self.recompute) if p is not None))
-
-    @property
-    def updates(self) -> tuple[Part, ...]:
-        """What runs once, after all micro-batches."""
-        return tuple(p for p in (*self.update, *self.mixed) if p is not None)
 
 
 def stage_of_operators(graph: OperatorGraph, pipeline: Pipeline) -> list[int]:

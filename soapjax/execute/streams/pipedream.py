@@ -82,7 +82,7 @@ class PipeDreamStep(MicroBatched):
         paths = dict(zip(self.program.inputs, self.step.in_paths, strict=True))
         trained = {p.value for p in self.places[0][0].bound.binding.phases.parameters}
         remedy = 'use the schedule "1f1b", which updates once all gradients are there'
-        if any(p is not None for p in self.cut.mixed):
+        if any(self.cut.rounds[1:]):
             value = "an update that reads the gradients of several stages (a global norm, for instance)"
             problems.append(Problem("schedule 'pipedream'", value, "an update per stage: stages update at different times", remedy))
         for v, found in read_at((*self.cut.forward, *self.cut.backward)).items():

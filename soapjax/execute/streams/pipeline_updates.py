@@ -1,7 +1,7 @@
 """The end of a synchronous pipeline step: sums are finished, every stage updates what it holds.
 
-Sums that several stages made of one gradient (tied parameters) first come together where the parameter lives. Then two rounds, as
-the step was cut (stage_cut.py): what each stage can compute alone, and what needs gradients of several (a global norm). Names
+Sums that several stages made of one gradient (tied parameters) first come together where the parameter lives. Then the rounds that
+the step was cut into (update_cut.py): what each stage can compute alone, and what needs what others made (a global norm). Names
 beside those of pipeline_stream.py:
 
     ("total", value, stage)       a deferred running sum, summed over the stage's devices for another stage
@@ -46,7 +46,8 @@ class _Updates:
         self.staged, self.program, self.step = stream.staged, stream.program, stream.staged.micro.step
         self.with_gradients = with_gradients
         self.joined = {c.value for c in stream.joined}
-        self.mixed_reads = {v for p in self.cut.mixed if p is not None for v in p.inputs}
+        self.reads = [{v for p in parts for v in p.inputs} for parts in self.cut.rounds]
+        self.mixed_reads = set[int]().union(*self.reads[1:])
         self.replaces = {  # output -> the state that it replaces
             out: self.program.inputs[i] for i, o in self.step.state_pairs.items() if isinstance(out := self.program.outputs[o], int)
         }
@@ -56,8 +57,9 @@ class _Updates:
         for s in stages:
             self._join(s)
             self._update(s)
-        self._send_between(stages)
-        self._mixed(stages)
+        for k in range(1, len(self.cut.rounds)):
+            self._send_between(stages, k)
+            self._mixed(stages, k)
         wanted: list[tuple] = [("out", *r) for r in self.cut.results if r is not None and r[1] not in self.stream.batch]
         wanted = [n if n in self.out else ("value", n[2], n[1], None) for n in wanted]
         return wanted + ([("final", s, v) for s, v in self.cut.gradients] if self.with_gradients else [])
@@ -130,7 +132,7 @@ class _Updates:
             return (*(env[v] for v in outputs), *(env[v] for v in finals))
 
         fn.__name__ = fn.__qualname__ = f"update_{s}"
-        donated = self._donated(s, values, outputs)
+        donated = self._donated(s, values, outputs, 0)
         shardings = [self._result_sharding(v, s) for v in outputs] + [place.sharding(v) for v in finals]
         jitted = jax.jit(fn, out_shardings=tuple(shardings), donate_argnums=tuple(donated))
         sums = [self.stream.sum_name(v, t) if t == s else ("sent", v, t, s) for c in crossings for t, v in c.summands]
@@ -145,8 +147,8 @@ class _Updates:
             return ("all", v, s)
         return ("out", s, v) if v in self.joined else self.stream.name(v, s, None)
 
-    def _donated(self, s: int, values: Sequence[int], outputs: Sequence[int]) -> list[int]:
-        """Positions of parameters and optimizer state that live on a stage, and are replaced there."""
+    def _donated(self, s: int, values: Sequence[int], outputs: Sequence[int], k: int) -> list[int]:
+        """Positions of parameters and optimizer state that live on a stage, and are replaced there in round `k`."""
         if not self.staged.donate:
             return []
         leaves = self.places[0].bound.graph.trained_leaves
@@ -155,6 +157,7 @@ class _Updates:
         own = {v for v in given if self.cut.home.get(v) == s}
         replaced = {self.replaces[o] for o in outputs if o in self.replaces}
         replaced -= {o for o in self.program.outputs if isinstance(o, int)} | self.stream.shared  # what is returned too stays
+        replaced -= set[int]().union(*self.reads[k + 1 :])
         free = [n not in self.out.lent for n in (self.stream.name(v, s, None) for v in values)]
         return [k for k, v in enumerate(values) if v in own & replaced and free[k]]
 
@@ -164,31 +167,37 @@ class _Updates:
             return self.places[s].sharding(self.replaces[v])
         return self.places[s].sharding(v) if v in self.mixed_reads else self.places[s].whole
 
-    def _send_between(self, stages: Sequence[int]) -> None:
-        """What the second round reads of other stages' first."""
-        made = {v: s for s in stages for v in self.cut.update[s].outputs}
+    def _made_before(self, k: int) -> dict[int, set[int]]:
+        """Value -> the stages that made it in rounds before `k`."""
+        made: dict[int, set[int]] = {}
+        for part in (p for parts in self.cut.rounds[:k] for p in parts):
+            for v in part.outputs:
+                made.setdefault(v, set()).add(part.place)
+        return made
+
+    def _send_between(self, stages: Sequence[int], k: int) -> None:
+        """What round `k` reads of what other stages made before."""
+        made = self._made_before(k)
         moves: dict[tuple[int, int], list[int]] = {}
-        for s in stages:
-            for v in self.cut.mixed[s].inputs if self.cut.mixed[s] is not None else ():
-                if v in made and made[v] != s:
-                    moves.setdefault((made[v], s), []).append(v)
+        for part in (p for p in self.cut.rounds[k] if p.place in stages):
+            for v in part.inputs:
+                if v in made and part.place not in made[v] and ("out", part.place, v) not in self.out:
+                    moves.setdefault((min(made[v]), part.place), []).append(v)
         for (t, s), values in sorted(moves.items()):
             self.out.move(
                 f"send {t} to {s}", f"link {t} to {s}", [("out", t, v) for v in values],
                 [self._result_sharding(v, t) for v in values], self.stream.shardings(values, s), [("out", s, v) for v in values],
             )  # fmt: skip
 
-    def _mixed(self, stages: Sequence[int]) -> None:
-        """The second round: what depends on the gradients of several stages."""
-        made = {v for s in stages for v in self.cut.update[s].outputs}
-        for s in stages:
-            part = self.cut.mixed[s]
-            if part is None:
-                continue
+    def _mixed(self, stages: Sequence[int], k: int) -> None:
+        """A later round: what depends on what several stages made."""
+        made = self._made_before(k)
+        for part in (p for p in self.cut.rounds[k] if p.place in stages):
+            s = part.place
             ins = [("out", s, v) if v in made else self._name(v, s) for v in part.inputs] + self.stream.statistics_of(part)
             shardings = {v: self._result_sharding(v, s) for v in part.outputs}
-            donated = self._donated(s, part.inputs, part.outputs)
+            donated = self._donated(s, part.inputs, part.outputs, k)
             mine = [part.inputs[k] for k in donated]
             fn = jit_part(self.places[s], part, whole=self.staged.micro.whole, out_shardings=shardings, donated=mine)
             outs, taken = [("out", s, v) for v in part.outputs], [ins[k] for k in donated]
-            self.out.call(f"update {s} mixed", self.stream.track(s), fn, ins, outs, takes=taken, part=(self.places[s], part))
+            self.out.call(part.name, self.stream.track(s), fn, ins, outs, takes=taken, part=(self.places[s], part))

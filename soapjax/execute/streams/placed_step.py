@@ -84,8 +84,7 @@ class PlacedStep(Streamed):
                 run = []
         owners = {p.leaf: self._place_of[p.owner] for p in self.program.graph.parameters}
         updates = cut_updates(c, parts, owners)
-        later = [p for p in (*updates.update, *updates.mixed) if p is not None]
-        also = {v for p in later for v in p.inputs} | {v for _, v in updates.gradients}
+        also = {v for p in updates.updates for v in p.inputs} | {v for _, v in updates.gradients}
         return with_outputs(parts, also), updates
 
     def _ordered(self, c: Cutter) -> list[list[str]]:
@@ -157,8 +156,8 @@ class PlacedStep(Streamed):
 
     def _emit(self, with_gradients: bool) -> Stream:
         program, updates, out = self.step.program, self.updates, StreamBuilder()
-        rounds = [[p for p in updates.update if p.outputs], [p for p in updates.mixed if p is not None]]
-        readers = read_at((*self.parts, *rounds[0], *rounds[1]))
+        late = [p for p in updates.updates if p.outputs]
+        readers = read_at((*self.parts, *late))
         wanted = [(v, at) for at, v in (r for r in updates.results if r is not None)]
         wanted += [(v, at) for at, v in updates.gradients] if with_gradients else []
         for v, at in wanted:
@@ -186,10 +185,11 @@ class PlacedStep(Streamed):
 
         for s in range(len(self.places)):
             send([v for v, at in given if at == s], s)
-        for part in (*self.parts, *rounds[0], *rounds[1]):
+        has_one_round = not any(updates.rounds[1:])
+        for part in (*self.parts, *late):
             place = self.places[part.place]
             shardings = {v: shardings_of(part.place, v) for v in part.outputs if v in results}
-            last = part in rounds[0] and not rounds[1] and self.donate
+            last = part in late and has_one_round and self.donate
             taken = [v for v in part.inputs if last and self._replaced.get(v) in part.outputs]
             donated = [v for v in taken if (v, part.place) not in out.lent]
             fn = jit_part(place, part, out_shardings=shardings, donated=donated)
