@@ -135,7 +135,7 @@ def _origins(eqn: FlatEqn, program: Program, known: dict[int, _Origin]) -> dict[
     An array that belongs to a place stays there, and what comes of it. Single numbers go where others are: the norms of all
     gradients to where they are added up, whatever the order.
     """
-    if eqn.name in IDENTITIES:
+    if eqn.name in IDENTITIES and len(eqn.inputs) == len(eqn.outputs):  # a number of the whole batch reads nothing here
         return {o: known[a] if isinstance(a, int) else ANYWHERE for a, o in zip(eqn.inputs, eqn.outputs, strict=True)}
     common = max((known[a].round for a in eqn.read if not known[a].places), default=0)
     own = [a for a in eqn.read if known[a].places]
