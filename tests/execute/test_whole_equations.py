@@ -262,7 +262,7 @@ BY_PLACE = {
     "the first": lambda o, per: o[0], "the first two": lambda o, per: o[:2], "the last": lambda o, per: o[-1],
     "two of each": lambda o, per: jnp.concatenate([per, 2 * per]), "sorted": lambda o, per: jnp.sort(per),
     "halves": lambda o, per: per.reshape(2, -1), "their order": lambda o, per: jnp.argsort(per),
-    "a running sum": lambda o, per: jnp.cumsum(per),
+    "a running sum": lambda o, per: jnp.cumsum(per), "a histogram": lambda o, per: jnp.histogram(o, bins=5)[0],
 }  # fmt: skip
 
 

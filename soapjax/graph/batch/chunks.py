@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from soapjax.graph.trace.dataflow import follow
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
 
 _SUMS = {"add", "add_any"}
@@ -20,11 +21,19 @@ def has_more_trips(eqn: FlatEqn, other: FlatEqn) -> bool:
     return eqn.body is not None and eqn.params.get("length") != other.params.get("length")
 
 
-def chained(eqn: FlatEqn, made_by: Callable[[int], FlatEqn | None]) -> list[int]:
-    """What a loop hands from one chunk to the next, but for what it is given and sums to which every chunk adds."""
+def chained(eqn: FlatEqn, made_by: Callable[[int], FlatEqn | None]) -> dict[int, int]:
+    """What a loop hands from one chunk to the next (carried input -> what it becomes), but for what stays as it is given, and for
+    sums to which every chunk adds and that nothing else in the loop reads, as a running sum is."""
     p, body = eqn.params, eqn.body
-    carried = zip(body.inputs[p["num_consts"] :], body.outputs[: p["num_carry"]], strict=False)
-    return [o for i, o in carried if isinstance(o, int) and added_up(i, o, made_by) is None]
+    pairs = zip(body.inputs[p["num_consts"] :], body.outputs[: p["num_carry"]], strict=False)
+    carried = {i: o for i, o in pairs if isinstance(o, int)}
+
+    def is_read(i: int) -> bool:
+        follow(body, reached := {i})
+        return any(o in reached for o in body.outputs if o != carried[i])
+
+    terms = {i: added_up(i, o, made_by) for i, o in carried.items()}
+    return {i: carried[i] for i, added in terms.items() if added is None or (added and is_read(i))}
 
 
 def chunked(small: Program, large: Program) -> set[int]:

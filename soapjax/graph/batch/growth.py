@@ -143,7 +143,8 @@ class Growth:
 
         def is_other(wanted: Collection[int]) -> bool:
             mixing = beside.of(wanted)
-            return mixing.statistic(trained) is not None or mixing.not_linear({*after, *trained}) is not None
+            is_no_mean = mixing.statistic(trained) is not None or mixing.not_linear({*after, *trained}) is not None
+            return is_no_mean or mixing.chain() is not None
 
         return {v for v, w in mine.items() if is_other([w])} if mine and is_other(mine.values()) else set()
 
@@ -186,7 +187,7 @@ class Growth:
     def _of_all(self, mixing: SampleMixing, eqns: Sequence[FlatEqn], trained: Collection[str]) -> frozenset[str]:
         """The keys of equations of an output, in the step, if they may wait for all samples."""
         keys = {e.key for e in eqns}
-        may_wait = keys.isdisjoint(trained) and not any("." in k for k in keys)
+        may_wait = keys.isdisjoint(k.partition(".")[0] for k in trained)  # a loop as a whole
         if self.equations is not None:
             keys = {self.equations.get(k, "") for k in keys}
         may_wait = may_wait and "" not in keys and all(map(self._may_be_joined, mixing.read_by(eqns)))

@@ -24,18 +24,16 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-import jax
 import numpy as np
 
-from soapjax.graph.batch.chunks import chained, chunked, has_more_trips
 from soapjax.graph.batch.draws import is_key
 from soapjax.graph.batch.growth_rules import is_backward
+from soapjax.graph.batch.sample_order import SampleOrder
 from soapjax.graph.batch.two_traces import are_alike, branches_of
-from soapjax.graph.rules.heavy_rules import POOLS, SCATTERS
 from soapjax.graph.rules.light_rules import ALONG
-from soapjax.graph.trace.dataflow import follow, needed_for
+from soapjax.graph.trace.dataflow import follow
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
 
 _LINEAR = {
@@ -43,32 +41,20 @@ _LINEAR = {
     "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose", "copy",
     "slice", "split", "concatenate", "stack", "pad", "rev",
 }  # fmt: skip
-BY_NUMBER = {"gather", "dynamic_slice", *SCATTERS}
 _COUNTS = {"iota", "sort", "top_k", "argmax", "argmin"}
-_WINDOWS = {*POOLS, "select_and_scatter_add"}
 
 
-class SampleMixing:
-    """Of a step traced with two sizes of its batch, equation by equation alike.
+class SampleMixing(SampleOrder):
+    """Of a step traced with two sizes of its batch, equation by equation alike; arguments as of `SampleOrder`."""
 
-    Args:
-      batch: the inputs of `small` that are data.
-      wanted: values whose making counts.
-      known: values that are known to be the whole batch's, as gradients are: their making does not.
-    """
+    def _want(self, wanted: Collection[Atom]) -> None:
+        super()._want(wanted)
+        self.own: dict[int, set[int]] = {}
 
-    def __init__(
-        self, small: Program, large: Program, batch: Collection[int], wanted: Collection[Atom], known: Collection[int] = ()
-    ):  # fmt: skip
-        self.small, self.large, self.batch = small, large, batch
-        self.data, self.known = set(batch), frozenset(known)
-        has_loops = any(e.body is not None for e in small.eqns) and are_alike(small, large)
-        self.chunked = chunked(small, large) if has_loops else set()
-        both = zip(small.walk(), large.walk(), strict=True) if has_loops else ()
-        self.over_chunks = [e for (e, _), (other, _) in both if has_more_trips(e, other)]
-        follow(small, self.data, self.known)
-        self._inner: dict[str, list[SampleMixing]] = {}
-        self._want(wanted)
+    @functools.cached_property
+    def _inner(self) -> dict[str, list[SampleMixing]]:
+        """By `cond` (key): of its branches."""
+        return {}
 
     def of(self, wanted: Collection[Atom]) -> SampleMixing:
         """The same for the making of other values."""
@@ -76,12 +62,6 @@ class SampleMixing:
         found.__dict__.pop("_joined", None)
         found._want(wanted)
         return found
-
-    def _want(self, wanted: Collection[Atom]) -> None:
-        self.wanted = {v for v in wanted if isinstance(v, int)}
-        self.needed = tuple(needed_for(self.small, self.wanted - self.known))
-        self.producer = {o: e for e in self.needed for o in e.outputs}
-        self.own: dict[int, set[int]] = {}
 
     def pairs(self) -> FlatEqn | None:
         """An equation whose result has every sample with every other; None where there is none."""
@@ -124,13 +104,8 @@ class SampleMixing:
 
     def chain(self) -> FlatEqn | None:
         """A loop over samples, or chunks of them, that hands on more than sums from one to the next; None where there is none."""
-        needed, made_by = {e.key for e in self.needed}, {o: e for e in self.small.leaves for o in e.outputs}.get
-
-        def is_chain(eqn: FlatEqn) -> bool:
-            of_data = (o for o in chained(eqn, made_by) if o in self.data)
-            return any(jax.dtypes.issubdtype(self.small.avals[o].dtype, np.inexact) for o in of_data)
-
-        return next((e for e in self.over_chunks if not needed.isdisjoint(b.key for b in e.body.leaves) and is_chain(e)), None)
+        needed = {e.address[0] for e in self.needed}
+        return next((e for e in self.over_chunks if e.address[0] in needed and self._is_chain(e)), None)
 
     def _inside(self, look: Callable[[SampleMixing], FlatEqn | None], besides: Collection[str] = ()) -> FlatEqn | None:
         """A needed `cond`, none of `besides` (keys), in a branch of which `look` finds something."""
@@ -154,15 +129,24 @@ class SampleMixing:
         """The equations that read samples by their place, put them in order, or one batch behind another for good (`statistics`:
         also those that make one value of all samples), and what is made of that, in order."""
         sizes = {self.small.avals[v].shape[d] for v in self.wanted for d in self._dims(v)}
+
+        def starts(e: FlatEqn) -> bool:
+            if e.body is not None and any(map(starts, e.body.eqns)):
+                return True
+            if e in self.over_chunks and (self._is_chain(e) or any(self._counts(o) and self._dims(o) for o in e.outputs)):
+                return True
+            of_samples = any(a in self.data and self._dims(a) for a in e.read)
+            if of_samples and ((statistics and not any(map(self._dims, e.outputs))) or not all(map(self._is_even, e.outputs))):
+                return True
+            if e.name == "concatenate" and not is_backward(e) and any(n in sizes for n, _ in self._joined_by(e)):
+                return True
+            return self._is_along_batch(e) or self._joins_fixed_rows(e) or self._takes_all_of_a_part(e)
+
+        needed = {e.address[0] for e in self.needed}
         made: set[int] = set()
         found = []
-        for e in reversed(self.needed):
-            of_samples = any(a in self.data and self._dims(a) for a in e.read)
-            starts = statistics and of_samples and not any(map(self._dims, e.outputs))
-            starts = starts or (e.name == "concatenate" and not is_backward(e) and any(n in sizes for n, _ in self._joined_by(e)))
-            starts = starts or (of_samples and not all(map(self._is_even, e.outputs)))
-            starts = starts or self._is_along_batch(e) or self._joins_fixed_rows(e) or self._takes_all_of_a_part(e)
-            if starts or not made.isdisjoint(e.read):
+        for e in self.small.eqns:  # a loop as a whole
+            if e.address[0] in needed and (starts(e) or not made.isdisjoint(e.read)):
                 made.update(e.outputs)
                 found.append(e)
         return found
@@ -188,62 +172,11 @@ class SampleMixing:
         shapes = {v: tuple(self.large.avals[v].shape) for v in (*eqn.read, *eqn.outputs)}
         return max(shapes.items(), key=lambda of: (len(self._dims(of[0])), math.prod(of[1])))[1]
 
-    def _dims(self, atom: Atom) -> set[int]:
-        """Dims of samples."""
-        if not isinstance(atom, int):
-            return set()
-        a, b = self.small.avals[atom].shape, self.large.avals[atom].shape
-        return {d for d, (m, n) in enumerate(zip(a, b, strict=False)) if m != n}
-
-    def has_samples(self, atom: Atom) -> bool:
-        return bool(self._dims(atom))
-
     def is_statistic(self, atom: Atom) -> bool:
         """Whether it is made of the data, and no sample's."""
         if not isinstance(atom, int) or atom not in self.data:
             return False
         return not is_key(self.small.avals[atom]) and not self._dims(atom) and atom not in self.chunked
-
-    def _is_along_batch(self, eqn: FlatEqn) -> bool:
-        data = [a for a in eqn.read if a in self.data and self._dims(a)]
-        if not data:
-            return False
-        if self._meets_places(eqn):
-            return True
-        source, p = data[0], eqn.params
-        dims = self._dims(source)
-        if eqn.name == "slice":
-            return any(self._takes_some(eqn, d) for d in dims)
-        if eqn.name == "split":
-            return p["axis"] in dims and (self.small.avals[source].shape[p["axis"]], len(p["sizes"])) not in self._joined
-        if eqn.name == "reshape":
-            return not is_backward(eqn) and self._puts_side_by_side(eqn)
-        if eqn.name == "conv_general_dilated" and not is_backward(eqn):
-            return not self._dims(eqn.inputs[0]).isdisjoint(p["dimension_numbers"].lhs_spec[2:])
-        if eqn.name in _WINDOWS:
-            return any(p["window_dimensions"][d] > 1 for d in dims)
-        along = p.get(ALONG[eqn.name]) if eqn.name in ALONG else len(self.small.avals[source].shape) - 1
-        named = eqn.name in ALONG or eqn.name == "top_k"
-        return named and not dims.isdisjoint(along if isinstance(along, tuple) else (along,))
-
-    def _meets_places(self, eqn: FlatEqn) -> bool:
-        """Whether numbers of samples meet numbers that count them, as a mask of the first ones does. (Indices may.)"""
-        made = [self.small.avals[o] for o in eqn.outputs]
-        if eqn.name in {*BY_NUMBER, "sort"} or all(is_key(a) or np.issubdtype(a.dtype, np.integer) for a in made):
-            return False
-        if self._counted.issuperset(eqn.read):  # as in the derivative of what is put at places: which of them was put last
-            return False
-        return any(a in self._counted and a not in self.data and self._dims(a) for a in eqn.read)
-
-    @functools.cached_property
-    def _counted(self) -> set[int]:
-        """What counts samples, and what is made of that; not random numbers of a key each."""
-        small = self.small
-        counted = {o for e in small.leaves if e.name == "iota" for o in e.outputs} | {v for v in small.consts if self._dims(v)}
-        drawn = {o for e in small.leaves if e.name.startswith(("random_", "threefry")) for o in e.outputs}
-        counted = {v for v in counted if self._dims(v)}
-        follow(small, counted, frozenset(drawn))
-        return counted
 
     def _pads_as_many(self, eqn: FlatEqn) -> bool:
         """Whether samples that are no share of the batch have cotangents, those of the others being zero: as of all but the first.
@@ -255,44 +188,6 @@ class SampleMixing:
         (a, b), (m, n) = ([p.aval(v).shape for v in (source, eqn.outputs[0])] for p in (self.small, self.large))
         is_share = all(a[d] * n[d] == m[d] * b[d] for d in self._dims(eqn.outputs[0]))
         return not is_share and (made_by is None or made_by.name != "slice")
-
-    def _takes_some(self, eqn: FlatEqn, d: int) -> bool:
-        """Whether a slice takes other samples than one of every so many neighbours, or than were joined to others before."""
-        p, size = eqn.params, self.small.aval(eqn.inputs[0]).shape[d]
-        start, limit, stride = p["start_indices"][d], p["limit_indices"][d], (p["strides"] or (1,) * (d + 1))[d]
-        if stride > 1:
-            return size % stride != 0 or start >= stride or -(-(limit - start) // stride) != size // stride
-        taken = max(limit - start, 1)
-        is_a_part = size % taken == 0 and start % taken == 0
-        return (start, limit) != (0, size) and not (is_a_part and (size, size // taken) in self._joined)
-
-    @functools.cached_property
-    def _joined(self) -> set[tuple[int, int]]:
-        """(size, number): dims of so many samples that are so many batches one behind the other: joined, or flattened."""
-        return {found for eqn in self.needed if not is_backward(eqn) for found in self._joined_by(eqn)}
-
-    def _joined_by(self, eqn: FlatEqn) -> Iterator[tuple[int, int]]:
-        out, dims = eqn.outputs[0], self._dims(eqn.outputs[0])
-        if eqn.name == "concatenate" and (d := eqn.params["dimension"]) in dims:
-            sizes = {self.small.aval(a).shape[d] if d in self._dims(a) else None for a in eqn.inputs}
-            if len(sizes) == 1 and None not in sizes:
-                yield self.small.avals[out].shape[d], len(eqn.inputs)
-        elif eqn.name == "reshape" and dims:
-            before, after = self._before_samples(eqn.inputs[0]), self._before_samples(out)
-            if before > after:
-                yield self.small.avals[out].shape[min(dims)], before // after
-
-    def _before_samples(self, atom: Atom) -> int:
-        """The product of the dims before that of samples; 0 where there is none."""
-        dims = self._dims(atom)
-        return math.prod(self.small.aval(atom).shape[: min(dims)]) if dims else 0
-
-    def _puts_side_by_side(self, eqn: FlatEqn) -> bool:
-        source, result = eqn.inputs[0], eqn.outputs[0]
-        before, after = self._before_samples(source), self._before_samples(result)
-        if not 0 < before < after:
-            return False
-        return (self.small.aval(source).shape[min(self._dims(source))], after // before) not in self._joined
 
     def _is_not_linear(self, eqn: FlatEqn) -> bool:
         own = [self.is_statistic(a) for a in eqn.inputs]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Hashable, Iterable
 
-from soapjax.graph.batch.sample_mixing import BY_NUMBER
+from soapjax.graph.batch.sample_order import BY_NUMBER
 from soapjax.graph.passes.dims import LabelCache
 from soapjax.graph.rules.heavy_rules import SCATTERS
 from soapjax.graph.rules.light_rules import BLOCKED, CUMULATIVE, MadeOf
