@@ -139,6 +139,34 @@ def test_memory_of_a_scanned_model_is_as_predicted():
         assert plan.prediction.memory_parts_bytes[f"stage {i}"] == pytest.approx(compiled, rel=0.15)
 
 
+def test_keys_of_all_layers_in_one_array_are_taken_apart_and_put_together():
+    """As those of dropout in a loop over layers: a stage's programs are compiled for keys, whose type no name brings back."""
+
+    def step(state, batch):
+        def loss(w):
+            def layer(h, x):
+                w, key = x
+                return h + jnp.tanh(h @ w) * jax.random.bernoulli(key, 0.5, w.shape[1:2]), jax.random.fold_in(key, 1)
+
+            h, keys = jax.lax.scan(layer, batch, (w, state["keys"]))
+            return (h**2).mean(), keys
+
+        (value, keys), gradient = jax.value_and_grad(loss, has_aux=True)(state["w"])
+        return {"w": state["w"] - 0.1 * gradient, "keys": keys}, value
+
+    state = {"w": jax.random.normal(jax.random.key(1), (4, 8, 8)) * 0.3, "keys": jax.random.split(jax.random.key(0), 4)}
+    batch = jax.random.normal(jax.random.key(2), (8, 8))
+    how = {"pipeline": "1f1b", "stages": 2, "microbatches": 1, "proposals": 1}
+    piped = soapjax.soap_shard(step, topology="cpu8", check="none", donate=False, **how)
+    ours, theirs = state, state
+    for _ in range(2):
+        ours, value = piped(ours, batch)
+        theirs, wanted = jax.jit(step)(theirs, batch)
+        np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    np.testing.assert_allclose(ours["w"], theirs["w"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(jax.random.key_data(ours["keys"]), jax.random.key_data(theirs["keys"]))
+
+
 def test_what_is_returned_beside_the_state_is_not_used_up():
     """A row, an old row, and the new state twice; layers of a Python loop, backwards; nothing of the caller's is given away."""
 

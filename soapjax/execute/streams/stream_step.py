@@ -85,7 +85,8 @@ class StreamStep:
 
     def compile(self) -> None:
         """Compiles all programs of this process' devices, which calls find again, on as many cores as there are."""
-        programs = self._state.lowered(self._step.leaf_shapes), self.streamed.dispatches().lowered(self.streamed.argument_structs())
+        given = self.streamed.argument_structs()
+        programs = self._state.lowered(self._step.leaf_shapes, given), self.streamed.dispatches().lowered(given)
         with compiled_as_planned(), ThreadPoolExecutor(os.cpu_count()) as pool:
             waiting = [pool.submit(lowered.compile) for lowered in itertools.chain(*programs)]
         for each in waiting:

@@ -156,10 +156,15 @@ class StackedState:
         }
         self.in_shardings = [self._stacks[k].sharding if k in self._stacks else s[0] for k, s in enumerate(of_leaves)]
 
-    def lowered(self, leaves: Sequence[tuple[tuple[int, ...], str]]) -> Iterator[jax.stages.Lowered]:
-        """The programs of this process' devices for leaves of such shapes and dtypes; once, where several leaves have one."""
-        alike = {(*leaves[k], stack.rows, stack.shardings): stack for k, stack in self._stacks.items()}
-        for (shape, dtype, *_), stack in alike.items():
+    def lowered(self, leaves: Sequence[tuple[tuple[int, ...], str]], given: Sequence[Any]) -> Iterator[jax.stages.Lowered]:
+        """The programs of this process' devices for leaves of such shapes and dtypes; once, where several leaves have one.
+
+        Args:
+          given: the types of the program's inputs: that of random keys has no name by which it can be made again.
+        """
+        types = _split(given, self._pieces.inputs)
+        alike = {(*leaves[k], stack.rows, stack.shardings): (stack, types[k][0].dtype) for k, stack in self._stacks.items()}
+        for (shape, *_), (stack, dtype) in alike.items():
             yield from stack.lowered(shape[1:], dtype)
 
     def apart(self, leaves: Sequence[Any], *, give: bool = False) -> list[Any]:
