@@ -1,4 +1,4 @@
-"""Parameters that one operator alone reads, all of its tasks alike: what micro-batches, or two passes, can share one copy of."""
+"""Who reads a parameter: of which micro-batches, or two passes, can share one copy."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
 
 
-def single_readers(graph: OperatorGraph) -> dict[int, tuple[int, str | None]]:
-    """Parameter (by number) -> the operator that reads it, and the type that it casts it to first.
+def kept_copies(graph: OperatorGraph) -> dict[int, str | None]:
+    """Parameters (by number) of which one copy may serve all passes -> the type that all readers cast it to first; None where they
+    do not, or differ.
 
-    Left out is what several operators read, or a loop over layers, which reads a layer at a time.
+    Left out is what a loop over layers reads, a layer at a time.
     """
+    casts = {k: {cast for _, cast in found} for k, found in _readers(graph).items()}
+    return {k: next(iter(found)) if len(found) == 1 else None for k, found in casts.items()}
+
+
+def _readers(graph: OperatorGraph) -> dict[int, set[tuple[int, str | None]]]:
+    """Of parameters (by number) that no loop reads the operators that read them, each with the type that it casts it to first."""
     number = {p.tensor: k for k, p in enumerate(graph.parameters)}
     found: dict[int, set[tuple[int, str | None]]] = {}
     in_loops = set()
@@ -20,11 +27,12 @@ def single_readers(graph: OperatorGraph) -> dict[int, tuple[int, str | None]]:
                 found.setdefault(k, set()).add((task.operator, dict(task.casts).get(access.tensor)))
                 if task.scope:
                     in_loops.add(k)
-    return {k: next(iter(readers)) for k, readers in found.items() if len(readers) == 1 and k not in in_loops}
+    return {k: readers for k, readers in found.items() if k not in in_loops}
 
 
 def left_parameters(graph: OperatorGraph) -> dict[int, int]:
-    """Parameters (by number) of which the forward pass can leave a part, from which the backward pass gathers: both read them.
+    """Parameters (by number) of which the forward pass can leave a part, from which the backward pass gathers: of one operator both
+    read them.
 
     Each with the first task that reads it.
     """
@@ -36,4 +44,5 @@ def left_parameters(graph: OperatorGraph) -> dict[int, int]:
             if (k := number.get(access.tensor)) is not None:
                 first.setdefault(k, i)
                 phases.setdefault(k, set()).add(task.phase)
-    return {k: first[k] for k in single_readers(graph) if {FORWARD, BACKWARD} <= phases[k]}
+    single = (k for k, readers in _readers(graph).items() if len(readers) == 1)
+    return {k: first[k] for k in single if {FORWARD, BACKWARD} <= phases[k]}

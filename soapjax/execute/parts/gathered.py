@@ -16,7 +16,7 @@ import jax
 from soapjax.execute.parts.cut import Part
 from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.graph.passes.phases import UPDATE
-from soapjax.graph.readers import single_readers
+from soapjax.graph.readers import kept_copies
 from soapjax.strategy.configs import StorageName
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import format_spec, parse_spec
@@ -41,7 +41,7 @@ def gathered_once(bound: BoundStep, *, keeps_casts: bool) -> dict[int, Gathered]
     for task, part in bound.task_parts():
         for access, text in zip(task.reads, part.operands, strict=True) if task.phase != UPDATE else ():
             used.setdefault(access.tensor, set()).add(parse_spec(text))
-    for k, (_, cast) in single_readers(graph).items():
+    for k, cast in kept_copies(graph).items():
         parameter = graph.parameters[k]
         specs, stored = used[parameter.tensor], parse_spec(plan.arguments[graph.in_paths[parameter.leaf]])
         storage = StorageName.parse(plan.operators[graph.operators[parameter.owner].name].storage)

@@ -18,7 +18,7 @@ from soapjax.costs.measured.profile import Profile
 from soapjax.costs.tables.problem_tables import CostTables, cost_tables
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
-from soapjax.graph.readers import single_readers
+from soapjax.graph.readers import kept_copies
 from soapjax.search.experts.baselines import data_parallel_strategy, tensor_parallel_strategy
 from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.schedule import schedule_of
@@ -222,7 +222,7 @@ def _gathered_once(tables: CostTables, found: Layouts, strategy: Strategy) -> np
     once = np.zeros(len(tables.edge_task), bool)
     kept = np.array([any(s.axes) and not s.regathers for s in space.storages])[strategy.storage[tables.parameter_op]]
     phase = np.array([*(t.phase for t in graph.tasks), UPDATE])[tables.edge_task]
-    for p in single_readers(graph).keys() & set(np.flatnonzero(kept).tolist()):
+    for p in kept_copies(graph).keys() & set(np.flatnonzero(kept).tolist()):
         tensor = graph.parameters[p].tensor
         mine = np.flatnonzero((tables.edge_tensor == tensor) & (phase != UPDATE))
         used = found.slots[tables.edge_slot[mine]]
@@ -234,7 +234,7 @@ def _cast_bytes(tables: CostTables, strategy: Strategy, parameter_bytes: np.ndar
     """[P]: of what is stored as it is used; what is gathered for all passes is cast before that (execute/parts/gathered.py)."""
     share = np.zeros(len(parameter_bytes), np.float32)
     as_used = np.array([not any(s.axes) for s in tables.space.storages])[strategy.storage[tables.parameter_op]]
-    for p, (_, cast) in single_readers(tables.graph).items():
+    for p, cast in kept_copies(tables.graph).items():
         if cast is not None and as_used[p]:
             tensor = tables.graph.tensors[tables.graph.parameters[p].tensor]
             share[p] = np.dtype(cast).itemsize / np.dtype(tensor.dtype).itemsize
