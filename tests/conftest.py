@@ -61,7 +61,6 @@ import pytest  # noqa: E402
 jax.config.update("jax_numpy_dtype_promotion", "standard")  # optax's do not work under "strict", as our own programs do
 hypothesis.settings.register_profile("untimed", deadline=None)  # the machine may have other work
 hypothesis.settings.load_profile("untimed")
-MOST_BYTES = 2 << 30
 PROGRAMS_OF_A_CONTEXT = 500  # what is interned in a context stays as long as it
 gc.set_threshold(500_000, 10, 10)  # tracing makes many objects that stay
 
@@ -97,7 +96,7 @@ def pytest_sessionfinish():
 def forget_programs():
     """Workers that keep all that they have compiled grow to many gigabytes, and slow."""
     yield
-    if resident_bytes() > MOST_BYTES:
+    if resident_bytes() > most_bytes():
         jax.clear_caches()
         gc.collect()
         give_back()
@@ -107,6 +106,15 @@ def give_back():
     """Freed memory to the system, where the C library can: kept, it would count as resident after every further module."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def most_bytes():
+    """Of a worker: what it has compiled is worth half of the machine's memory, and at least 2 GiB each."""
+    try:
+        machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        machine = 0
+    return max(2 << 30, machine // 2 // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
 
 
 def resident_bytes():
