@@ -207,10 +207,16 @@ class _Builder:
             for d, (n, label) in enumerate(zip(sizes, labelled, strict=True))
         )
 
+    def _size_of_one_sample(self, eqn: FlatEqn) -> tuple[bool, int]:
+        """Whether a result has samples, and how large it is but for their number: a part of the batch has the same main results."""
+        out = eqn.outputs[0]
+        nodes = [(n, self.values.node(out, d)) for d, n in enumerate(self.program.avals[out].shape)]
+        return any(node in self.samples for _, node in nodes), math.prod(n for n, node in nodes if node not in self.samples)
+
     def _dims(self, members: list[int], classes: DimClasses) -> OperatorDims:
         """Names and orders the dims: those of the main result first, then those that it sums over."""
         first = self.units[members[0]]
-        main = (first.heavy or max(first.eqns, key=lambda e: math.prod(self.program.avals[e.outputs[0]].shape))).outputs[0]
+        main = (first.heavy or max(first.eqns, key=self._size_of_one_sample)).outputs[0]
         rank = len(self.program.avals[main].shape)
         ordered = [classes.of(self.values.node(main, d)) for d in range(rank)]
         ordered = [c for c in dict.fromkeys(ordered) if c is not None]
