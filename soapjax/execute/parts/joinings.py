@@ -47,6 +47,10 @@ class Joining(NamedTuple):
         """Whether a running sum is all that is kept; of the others every micro-batch's value is."""
         return self.how in ("mean", "sum")
 
+    def shape(self, of_one: Sequence[int], num: int) -> tuple[int, ...]:
+        """Of `num` micro-batches' values, of such a shape, together."""
+        return tuple(n * num if self.how == "join" and d == self.dim else n for d, n in enumerate(of_one))
+
     def of(self, values: Sequence[Any], numpy: Any = jnp) -> Any:
         """The one of all micro-batches' values, where no running sum is kept."""
         if self.how != "join":
@@ -212,13 +216,13 @@ def averaged_blindly(micro: MicroStep, cut: StageCut, reduction: str, gradients:
     """
     outputs = {
         v: p for p, v in zip(micro.step.out_paths, micro.step.program.outputs, strict=True)
-        if isinstance(v, int) and v not in gradients and not micro.growth.sample_dims(v)
+        if isinstance(v, int) and v not in gradients and not micro.sample_dims(v)
     }  # fmt: skip
     state = {v for k in micro.step.state_pairs.values() if isinstance(v := micro.step.program.outputs[k], int)}
     of_data = micro.growth.of_data(list(outputs), gradients) if micro.growth.is_known else outputs.keys() - state
     of_data |= _of_the_batchs_size(micro, cut, outputs)
     makers = {o: e for part in cut.updates for e in part.eqns for o in e.outputs}
-    crossing = {c.value for c in cut.crossings if c.value not in gradients and not micro.growth.sample_dims(c.value)}
+    crossing = {c.value for c in cut.crossings if c.value not in gradients and not micro.sample_dims(c.value)}
     made_of = {v: _made_of(v, makers, crossing) if v in makers else {v} for v in outputs.keys() & of_data}
     joined = set().union(*made_of.values())
     no_means = micro.growth.no_means(list(joined), gradients)
@@ -242,7 +246,7 @@ def is_of_whole_batch(micro: MicroStep, cut: StageCut, value: int, gradients: Co
 
 def _of_the_batchs_size(micro: MicroStep, cut: StageCut, values: Collection[int]) -> set[int]:
     """Those of the values that passes make of the batch's size, or of a sum over it: there the micro-batch's size, or its share."""
-    makers = {o: e for part in cut.passes for e in part.eqns for o in e.outputs if not micro.growth.sample_dims(o)}
+    makers = {o: e for part in cut.passes for e in part.eqns for o in e.outputs if not micro.sample_dims(o)}
     parts = {key for key, statistic in micro.whole.items() if statistic.scale != 1}
     sizes = {o for o, e in makers.items() if e.key in parts or e.key in micro.once}
     return {v for v in values if v in makers and _made_of(v, makers, sizes)}
@@ -267,7 +271,7 @@ def joining(micro: MicroStep, value: int, reduction: str, *, is_gradient: bool =
     if is_gradient:
         is_known = scaling is not None and not scaling.is_zero and scaling.power in (0.0, 1.0)
         return Joining(reduction if not is_known else "sum" if scaling.power else "mean")
-    if dims := micro.growth.sample_dims(value):
+    if dims := micro.sample_dims(value):
         is_number = jax.dtypes.issubdtype(micro.step.program.avals[value].dtype, np.inexact)
         power = scaling.power if scaling is not None and is_number else 0.0
         return Joining("join", dims[0], micro.num_microbatches ** (power or 0.0)) if len(dims) == 1 else None

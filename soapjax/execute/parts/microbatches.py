@@ -65,6 +65,17 @@ class MicroStep:
     once: Mapping[str, FlatEqn] = dataclasses.field(default_factory=dict)
     consts_once: Mapping[int, Any] = dataclasses.field(default_factory=dict)  # likewise
 
+    def sample_dims(self, value: int) -> tuple[int, ...]:
+        """Dims of a value that grow with the batch; of a result also where nothing else is known of what grows how."""
+        if dims := self.growth.sample_dims(value):
+            return dims
+        ours, theirs = self.step.program, self.full.program
+        is_known = self.growth.value(value) in self.growth.scaling
+        if is_known or len(ours.outputs) != len(theirs.outputs) or value not in ours.outputs:
+            return ()
+        whole = theirs.aval(theirs.outputs[ours.outputs.index(value)]).shape
+        return tuple(d for d, (m, n) in enumerate(zip(ours.avals[value].shape, whole, strict=False)) if m < n)
+
     def of_all_samples(self, keys: frozenset[str]) -> MicroStep:
         """With equations `keys` that are evaluated on all samples: they read numbers of the whole batch, and no part of these."""
         program = self.step.program

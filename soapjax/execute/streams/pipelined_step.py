@@ -8,7 +8,7 @@ dispatches (pipeline_stream.py, pipeline_updates.py); what runs at the same time
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from soapjax.errors import Problem, SoapjaxError
@@ -22,7 +22,7 @@ from soapjax.execute.parts.stage_cut import StageCut, cut_stages
 from soapjax.execute.streams.batches import MicroBatched
 from soapjax.execute.streams.pipeline_stream import Staged
 from soapjax.execute.streams.pipeline_updates import StepStream, step_stream
-from soapjax.execute.streams.stream import Stream
+from soapjax.execute.streams.stream import Stream, other_shape
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import Binding
 from soapjax.strategy.pipeline import Pipeline
@@ -49,7 +49,10 @@ class PipelineStep(MicroBatched):
         self.gradient_paths = tuple(p.path for p in bound.binding.phases.parameters)
         self.cut, self._joinings, self.reduction, blindly = cut_and_joined(micro, bound.graph, bound.binding, pipeline, reduction)
         if blindly:
-            warn_once("put together of micro-batches' own, although no mean or sum over the batch: %s", ", ".join(blindly[:8]))
+            more = f" and {len(blindly) - 8} more" if len(blindly) > 8 else ""
+            warn_once(
+                "put together of micro-batches' own, although no mean or sum over the batch: %s", ", ".join(blindly[:8]) + more
+            )
         gradients = [v for _, v in self.cut.gradients]
         self._defer(gradients)
         self.as_run, self.pieces = micro, None
@@ -157,12 +160,28 @@ def cut_and_joined(
         if how is None or (not how.is_sum and v not in results and not micro.growth.is_known):
             value = "neither a mean over the batch nor a count, nor split by it along one dim"
             remedy = "return it from the loss as a float mean, or use one micro-batch"
+            if len(micro.sample_dims(v)) > 1:
+                value = "of every sample with every other, of which micro-batches have a part"
+                remedy = "leave it out of the results, or use one micro-batch"
             problems.append(Problem(_place(micro, v), value, "what micro-batches' values can be put together to", remedy))
         else:
             found[v] = how
+    problems += _of_other_shapes(micro, found)
     if problems:
         raise SoapjaxError(problems)
     return Joined(cut, found, reduction, list(blindly.values()))
+
+
+def _of_other_shapes(micro: MicroStep, joinings: Mapping[int, Joining]) -> list[Problem]:
+    """Results that micro-batches' values would be put together to in other shapes than the whole step has."""
+    own, whole = micro.step.program, micro.full.program
+    problems = []
+    for path, v, w in zip(micro.step.out_paths, own.outputs, whole.outputs, strict=False):
+        if isinstance(v, int) and (how := joinings.get(v)) is not None and len(own.outputs) == len(whole.outputs):
+            shape, expected = how.shape(own.avals[v].shape, micro.num_microbatches), tuple(whole.aval(w).shape)
+            if shape != expected:
+                problems.append(other_shape(path, shape, expected))
+    return problems
 
 
 def _place(micro: MicroStep, value: int) -> str:

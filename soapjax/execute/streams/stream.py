@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from soapjax.errors import Problem
 from soapjax.execute.parts.cut import Part
 from soapjax.execute.parts.part_program import Place
 from soapjax.execute.transfers.on_meshes import regrouped
@@ -261,6 +262,13 @@ class Streamed(abc.ABC):
         """Outputs, and what ran when and where."""
         results, events = self.dispatches().run_traced(self.arguments(leaves))
         return self.outputs(results, leaves)[0], events
+
+
+def other_shape(path: str, shape: Sequence[int], expected: Sequence[int]) -> Problem:
+    """Of a result that would come back in another shape than the plain step's."""
+    value = f"a result of shape {list(shape)}, made by several programs"
+    remedy = "return it from the step of the loss's own samples, leave it out of the results, or use one micro-batch"
+    return Problem(path, value, f"{list(expected)}, as of the plain step", remedy)
 
 
 def _let_go(entry: Dispatch, slots: list[Any]) -> None:

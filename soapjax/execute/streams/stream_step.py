@@ -14,7 +14,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.spmd.compiled_step import CompiledStep, ShapesChanged
 from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.execute.streams.placed_step import PlacedStep
-from soapjax.execute.streams.stream import Event, Streamed
+from soapjax.execute.streams.stream import Event, Streamed, other_shape
 from soapjax.execute.transfers.arrivals import place_all, require_arrays
 from soapjax.execute.transfers.pieces import on_every_process, piecewise
 from soapjax.execute.transfers.stacked_state import Pieces, StackedState
@@ -44,6 +44,7 @@ class StreamStep:
         self._state = StackedState(pieces, pairs, streamed.in_shardings, donate=streamed.donate)
         self.is_compiled = False
         self.state_outputs = frozenset(step.leaf_pairs.values())  # leaves
+        self._shapes = _results_of_one_row(step)
 
     @property
     def in_shardings(self) -> Any:
@@ -71,7 +72,10 @@ class StreamStep:
         return self._results(outputs), events
 
     def _results(self, outputs: list[Any]) -> Any:
-        return self._step.out_tree.unflatten(self._state.together(self._everywhere(outputs)))
+        leaves = self._state.together(self._everywhere(outputs))
+        if others := [other_shape(path, leaves[k].shape, s) for k, (path, s) in self._shapes.items() if leaves[k].shape != s]:
+            raise SoapjaxError(others)
+        return self._step.out_tree.unflatten(leaves)
 
     def _everywhere(self, outputs: list[Any]) -> list[Any]:
         """Outputs, those that are no state on every process."""
@@ -112,6 +116,16 @@ class StreamStep:
     def lower(self, *args: Any) -> Any:
         value, expected = "a step of several programs", "a plan that is one program"
         raise SoapjaxError(Problem("lower", value, expected, "plan without pins and pipeline to read the compiled program"))
+
+
+def _results_of_one_row(step: TracedStep) -> dict[int, tuple[str, tuple[int, ...]]]:
+    """Paths and shapes of the results, by leaf, that are no state, whose rows may be taken apart."""
+    found, row = dict[int, tuple[str, tuple[int, ...]]](), 0
+    for leaf, n in enumerate(step.program.rows[1]):
+        if n == 1 and leaf not in step.leaf_pairs.values():
+            found[leaf] = step.out_paths[row], tuple(step.out_avals[row].shape)
+        row += n
+    return found
 
 
 def _no_state(step: TracedStep, pieces: Pieces) -> list[int]:
