@@ -218,7 +218,7 @@ def _growth(
     graph, binding = build_graph(full)
     found = growth_of(
         small, full, tuple(dims), num, samples=_size(full, dims), with_samples=with_samples,
-        state_leaves=_untrained_state(full, binding),
+        state_leaves=_untrained_state(full, binding), given_leaves=_given(full, binding, dims),
         updates={e.key for e in full.program.eqns if phase_of(e, graph, binding) == UPDATE},
     )  # fmt: skip
     if not found.is_known:
@@ -327,6 +327,12 @@ def _every_second(step: TracedStep, dims: Mapping[int, int], size: int) -> Itera
 def _untrained_state(step: TracedStep, binding: Binding) -> list[int]:
     """Input leaves that the step returns anew, and of which there is no gradient."""
     return [k for k in step.state_pairs if step.program.inputs[k] not in binding.phases.trained]
+
+
+def _given(step: TracedStep, binding: Binding, batch: Collection[int]) -> list[int]:
+    """Input leaves beside the batch and the state, of which there is no gradient."""
+    others = {*batch, *step.state_pairs}
+    return [k for k, v in enumerate(step.program.inputs) if k not in others and v not in binding.phases.trained]
 
 
 def _of_part(full: TracedStep, dims: Mapping[int, int], samples: int, problems: Sequence[Problem]) -> list[Problem]:

@@ -21,14 +21,7 @@ from soapjax.graph.batch.growth_rules import UNKNOWN, Scaling, is_backward
 from soapjax.graph.batch.sample_mixing import SampleMixing
 from soapjax.graph.batch.two_traces import has_other_literals, sample_dims
 from soapjax.graph.batch.unlike_sums import Lacks, scaled
-from soapjax.graph.batch.whole_batch import (
-    BatchStatistic,
-    Read,
-    passed_on,
-    running_statistics_read,
-    statistics_read,
-    with_given,
-)
+from soapjax.graph.batch.whole_batch import BatchStatistic, Read, passed_on, running_statistics_read, statistics_read, with_given
 from soapjax.graph.rules.heavy_rules import SCATTERS
 from soapjax.graph.trace.dataflow import follow
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
@@ -211,7 +204,8 @@ class Growth:
 
 def growth_of(
     step: TracedStep, full: TracedStep, batch_leaves: Sequence[int], factor: int, *, samples: int,
-    with_samples: Callable[[int], TracedStep], state_leaves: Sequence[int] = (), updates: Collection[str] = (),
+    with_samples: Callable[[int], TracedStep], state_leaves: Sequence[int] = (), given_leaves: Sequence[int] = (),
+    updates: Collection[str] = (),
 ) -> Growth:  # fmt: skip
     """How the values of `step` grow with its batch.
 
@@ -220,6 +214,7 @@ def growth_of(
       batch_leaves: inputs that are data.
       samples: how many `full` has.
       state_leaves: inputs that are state which no gradient is of.
+      given_leaves: inputs that are neither data nor state, and which no gradient is of.
       updates: outermost equations (keys) that run once, when all gradients are known: these read numbers of the whole batch as
         they are, not a micro-batch's part of them.
       with_samples: traces the step with a number of samples; called where `step` has one, and is not like `full` therefore.
@@ -232,9 +227,9 @@ def growth_of(
         found = scalings(one, more, factor)
         if not found:
             return Growth(one, more, found, batch, equations=equations)
-
         state = {one.inputs[k] for k in state_leaves}
-        reads = _Reads(one, more, found, batch, state=state, updates=updates, equations=equations)
+        given = [one.inputs[k] for k in given_leaves]
+        reads = _Reads(one, more, found, batch, state=state, given=given, updates=updates, equations=equations)
         if not reads.are_known:
             reads.learn(_with_statistics(one, more, factor, batch, equations, reads.known()).scaling)
         growth = _with_statistics(one, more, factor, batch, equations, whole := reads.whole())
@@ -268,9 +263,9 @@ class _Reads:
 
     def __init__(
         self, one: Program, more: Program, found: Mapping[int, Scaling], batch: frozenset[int], *, state: Collection[int],
-        updates: Collection[str], equations: Mapping[str, str] | None,
+        given: Collection[int], updates: Collection[str], equations: Mapping[str, str] | None,
     ):  # fmt: skip
-        self.one, self.found, self.batch, self.updates, self.equations = one, found, batch, updates, equations
+        self.one, self.found, self.batch, self.given, self.updates, self.equations = one, found, batch, given, updates, equations
         self.has_samples = lambda a: bool(sample_dims(one, more, a))
         sized = {a.key for a, b in zip(one.eqns, more.eqns, strict=True) if has_other_literals(a, b)}
         self.running, self.making = running_statistics_read(one, batch, state, self.has_samples, lambda e: e.key in sized)
@@ -278,7 +273,7 @@ class _Reads:
         self.power = {v: 1.0 if scaling.is_sum else scaling.power for v, scaling in found.items()}
 
     def _read(self, may_be_read: Callable[[int], bool]) -> dict[Read, int]:
-        found = statistics_read(self.one, self.batch, self.has_samples, may_be_read)
+        found = statistics_read(self.one, self.batch, self.given, self.has_samples, may_be_read)
         return {read: v for read, v in found.items() if read[0] not in self.making}
 
     @property

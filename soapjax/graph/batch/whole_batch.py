@@ -35,6 +35,7 @@ from soapjax.graph.trace.program import Atom, FlatEqn, Program
 _OVER_SAMPLES = {
     "reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "dot_general", "scatter-add", "scan", "while", "cond",
 }  # fmt: skip
+_PRODUCTS = {"dot_general", "conv_general_dilated"}
 
 
 class BatchStatistic(NamedTuple):
@@ -91,14 +92,18 @@ def _read_by(program: Program, has_samples: Callable[[Atom], bool]) -> set[int]:
 
 
 def statistics_read(
-    program: Program, batch: Collection[int], has_samples: Callable[[Atom], bool], is_known: Callable[[int], bool]
-) -> dict[Read, int]:
+    program: Program, batch: Collection[int], given: Collection[int], has_samples: Callable[[Atom], bool],
+    is_known: Callable[[int], bool],
+) -> dict[Read, int]:  # fmt: skip
     """Where outermost equations read statistics of the inputs `batch` alone, and which, but to make others of them.
 
     Args:
+      given: inputs that stand beside the batch as constants do, as weights of classes; not a network that is made of them.
       is_known: of a value, whether it may be read: of a statistic that may not, what it is made of is.
     """
-    made: dict[int, bool] = dict.fromkeys(batch, True)  # of the batch and constants alone -> whether of the batch
+    # Of the batch and constants alone -> whether of the batch.
+    made: dict[int, bool] = {**dict.fromkeys(given, False), **dict.fromkeys(batch, True)}
+    of_given = set(given)
     sorted_: set[int] = set()  # of these what is in order, of which the one at a place is a quantile
     found: dict[Read, int] = {}
     for eqn in program.eqns:
@@ -110,7 +115,10 @@ def statistics_read(
             numbers = eqn.inputs[1:] if eqn.name in ("gather", "dynamic_slice") else ()
             by_batch = any(isinstance(a, int) and made.get(a) for a in numbers)
             is_picked = is_picked and by_batch
-        is_alone = all(v in made for v in values) and not (is_drawn or is_picked)
+        is_network = eqn.name in _PRODUCTS and not of_given.isdisjoint(values)
+        is_alone = all(v in made for v in values) and not (is_drawn or is_picked or is_network)
+        if is_alone and not of_given.isdisjoint(values):
+            of_given.update(eqn.outputs)
         if is_alone:
             made.update(dict.fromkeys(eqn.outputs, any(made[v] for v in values)))
         if eqn.body is not None and not (is_alone or is_drawn):

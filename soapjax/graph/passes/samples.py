@@ -11,7 +11,6 @@ from collections.abc import Hashable, Iterable
 
 from soapjax.graph.batch.sample_order import BY_NUMBER
 from soapjax.graph.passes.dims import LabelCache
-from soapjax.graph.rules.heavy_rules import SCATTERS
 from soapjax.graph.rules.light_rules import BLOCKED, CUMULATIVE, MadeOf
 from soapjax.graph.trace.dataflow import follow
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
@@ -114,9 +113,9 @@ class SampleDims:
         of_something = set(program.inputs)
         follow(program, of_something)
         for eqn in program.leaves:
-            # Numbers by which rows are picked, or added to, are no weights, whatever is made of them.
-            if (read := eqn.inputs) and eqn.name in BY_NUMBER:
-                read = (*read[:1], *(read[2:] if eqn.name in SCATTERS else ()))
+            # Numbers by which rows are picked, or added to, are no weights, whatever is made of them. Nor is what a scatter adds:
+            # that goes with its numbers, as the weights of samples do in the derivative of logits that were picked.
+            read = eqn.inputs[:1] if eqn.name in BY_NUMBER else eqn.inputs
             of = {own.get(original[a].root) for a in read if isinstance(a, int) and a in of_something}
             if len(of) == 1 and None not in of:
                 own.update(dict.fromkeys(eqn.outputs, of.pop()))

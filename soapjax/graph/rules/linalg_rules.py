@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from soapjax.graph.rules.rule_table import BLOCKED, Labels, register
+from soapjax.graph.rules.rule_table import BLOCKED, Labels, MadeOf, register
 from soapjax.graph.trace.program import FlatEqn
 
 # FLOPs of one matrix of m rows and n columns, or with k right-hand sides: Golub & Van Loan, Matrix Computations (4th ed.),
@@ -41,7 +41,11 @@ def _batched(eqn: FlatEqn, ins, outs) -> Labels:
     def labelled(shape: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(d if d in batch else BLOCKED for d in range(len(shape)))
 
-    return Labels(tuple(map(labelled, ins)), tuple(map(labelled, outs)))
+    made_of = []
+    if eqn.name == "triangular_solve":  # right-hand sides, which are samples where inputs are whitened
+        side = len(ins[1]) - (1 if eqn.params["left_side"] else 2)
+        made_of.append(MadeOf(1, side, 0, side))
+    return Labels(tuple(map(labelled, ins)), tuple(map(labelled, outs)), made_of=tuple(made_of))
 
 
 def linalg_flops(eqn: FlatEqn, ins: list[tuple[int, ...]]) -> float:
