@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from balanced import balanced_pipeline
+from planned import topology_with
 
+import soapjax
 from soapjax.execute.parts.microbatches import micro_step
 from soapjax.graph.passes.build import build_graph
 from soapjax.planning.pipelining.given_pipeline import pipelined
@@ -105,3 +107,30 @@ def test_what_is_no_function_of_means_is_averaged(variance):
     found, averaged = moved_by(step, "1f1b", 1), one_device(step, NUM)
     for name, value in averaged.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-9, err_msg=name)
+
+
+def penalised(w, batch):
+    """A mean beside a penalty of the weights, and its exponential."""
+    h = jnp.tanh(batch["x"] @ w[0])
+    loss = ((h @ w[1] - batch["y"]) ** 2).mean() + 0.1 * sum((v**2).sum() for v in w)
+    return loss, {"loss": loss, "exp": jnp.exp(0.01 * loss)}
+
+
+def penalised_step(state, batch):
+    (_, metrics), grads = jax.value_and_grad(penalised, has_aux=True)(state["w"], batch)
+    return {"w": jax.tree.map(lambda p, g: p - 0.1 * g, state["w"], grads)}, metrics
+
+
+def test_a_mean_beside_a_penalty_is_averaged_and_the_update_reads_no_weights_for_it():
+    state, batch = arguments()
+    micro = micro_step(penalised_step, {"w": state["w"]}, batch, num_microbatches=NUM)
+    assert {e.name for e in micro.step.program.eqns if e.key in micro.after_all} == {"exp"}
+
+
+@pytest.mark.parametrize("how", [{"planner": "fsdp"}, {"pipeline": "1f1b", "stages": 2}], ids=["one stage", "two stages"])
+def test_a_loss_with_a_penalty_is_the_whole_batchs(how):
+    state, batch = arguments()
+    step = soapjax.soap_shard(penalised_step, topology=topology_with(2), proposals=8, check="none", microbatches=NUM, **how)
+    expected = jax.jit(penalised_step)({"w": state["w"]}, batch)
+    found = step({"w": state["w"]}, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found, expected)

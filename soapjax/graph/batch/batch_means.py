@@ -6,9 +6,10 @@ the averaged means, as the step computes it from those of the whole batch:
     var(batch) = E[x²] - E[x]²                     E of the whole batch, the average of the micro-batches'
     average of var(micro-batch) = that - the variance of the micro-batches' E[x]
 
-A mean is recognised as a sum over samples, laid out anew, added to such sums, or scaled, that a larger batch leaves alike. What
-follows from means and from nothing else of the batch, without a number that depends on its size, is computed after them. A variance
-that is itself a mean, of (x - E[x])², is none of these: its E[x] is inside, and it is averaged.
+A mean is recognised as a sum over samples, laid out anew, added to such sums or (a penalty of the weights) to what is none of the
+batch's, or scaled, that a larger batch leaves alike. What follows from means and from nothing else of the batch, without a number
+that depends on its size, is computed after them. A variance that is itself a mean, of (x - E[x])², is none of these: its E[x] is
+inside, and it is averaged.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def after_means(
     for eqn in reversed(small.eqns):
         if eqn.key in steps.after and not needed.isdisjoint(eqn.outputs):
             found.add(eqn.key)
-            needed.update(eqn.read)
+            needed.update(a for a in eqn.read if a not in steps.linear)
     return frozenset(found)
 
 
@@ -69,7 +70,7 @@ class _Steps:
             if self.known.issuperset(mine) and self._is_alike(eqn, other):
                 self.after.add(eqn.key)
                 self.known.update(eqn.outputs)
-            if self._is_linear(eqn, mine):
+            if self._is_linear(eqn, other, mine):
                 self.linear.update(eqn.outputs)
                 self.known.update(o for o in eqn.outputs if self._is_fixed(o))
 
@@ -99,7 +100,7 @@ class _Steps:
             return a not in self.small.consts or (isinstance(b, int) and np.array_equal(self.small.consts[a], self.large.consts[b]))
         return np.array_equal(a.val, getattr(b, "val", None))
 
-    def _is_linear(self, eqn: FlatEqn, mine: list[int]) -> bool:
+    def _is_linear(self, eqn: FlatEqn, other: FlatEqn, mine: list[int]) -> bool:
         if not all(jax.dtypes.issubdtype(self.small.avals[o].dtype, np.inexact) for o in eqn.outputs):
             return False
         if eqn.name == "reduce_sum" and self._has_samples(mine[0]):
@@ -107,6 +108,6 @@ class _Steps:
         if not self.linear.issuperset(mine):
             return False
         if eqn.name in _ADDITIONS:
-            return len(mine) == 2
+            return len(mine) == 2 or self._is_alike(eqn, other)
         scaled = len(mine) == 1 and (eqn.name == "mul" or (eqn.name == "div" and mine[0] == eqn.inputs[0]))
         return scaled or eqn.name in _LAYOUTS
