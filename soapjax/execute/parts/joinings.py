@@ -18,8 +18,10 @@ import numpy as np
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.parts.microbatches import MicroStep
 from soapjax.execute.parts.stage_cut import StageCut
+from soapjax.graph.batch.causes import largest_behind, sort_behind
 from soapjax.graph.batch.earlier_gradients import earlier_gradient
 from soapjax.graph.batch.growth_rules import UNKNOWN, Scaling
+from soapjax.graph.batch.sample_mixing import SampleMixing
 from soapjax.graph.trace.program import FlatEqn
 
 log = logging.getLogger("soapjax")
@@ -114,6 +116,10 @@ def _check_growth(
         return f" ({line})" if (line := micro.growth.line_of(gradients, is_so)) else ""
 
     if ratios := [path for path, s in found if s.is_ratio]:
+        if (largest := _largest(micro, gradients)) is not None:
+            value = f"the gradient of {_named(ratios)} is that of the largest or least of all samples ({largest.source})"
+            expected = "a loss of every sample by itself, or a mean: every micro-batch has a largest of its own"
+            raise SoapjaxError(Problem(_PLACE, value, expected, "use one micro-batch, or plan without a pipeline"))
         value = f"the gradient of {_named(ratios)} is divided by a sum over the batch's results{at(lambda s: s.is_ratio)}"
         expected = "a loss divided by a constant, or by what is made of the batch alone, as a sum of its weights is"
         expected += ", outside of loops and of branches of a `cond`"
@@ -134,6 +140,13 @@ def _check_growth(
         value = f"how the gradient of {_named(unknown)} grows with the batch is not known{at(_is_unknown)}"
         remedy = "say how many micro-batches, if that will do"
         raise SoapjaxError(Problem(_PLACE, value, "a mean over the batch, or a sum", remedy))
+
+
+def _largest(micro: MicroStep, gradients: Sequence[int]) -> FlatEqn | None:
+    """The largest or least of all samples, where gradients are divided by how many are equal to it."""
+    mixing, scaling = micro.growth.mixing(gradients), micro.growth.scaling
+    divide = (e for e in mixing.needed if e.name == "div" and any(scaling.get(o, UNKNOWN).is_ratio for o in e.outputs))
+    return next((found for e in divide if (found := largest_behind(mixing, e)) is not None), None)
 
 
 def _is_unknown(scaling: Scaling) -> bool:
@@ -158,10 +171,7 @@ def _check_samples(micro: MicroStep, gradients: Sequence[int], unknown: str) -> 
         expected = "a loss of every sample by itself, or a mean: micro-batches have fewer pairs"
         raise SoapjaxError(Problem(_PLACE, value, expected, "use one micro-batch, or plan without a pipeline"))
     if (read := mixing.by_number()) is not None:
-        at = f"{read.source}: {list(mixing.shape(read))}"
-        value = f"samples are read, or added to, by numbers that come with the batch, or are the same for any batch ({at})"
-        expected = "a loss of every sample by itself: the numbers count those of the whole batch"
-        raise SoapjaxError(Problem(_PLACE, value, expected, "use one micro-batch, or plan without a pipeline"))
+        raise SoapjaxError(_by_number(micro, mixing, read))
     if (fixed := mixing.fixed_rows() or mixing.emptied()) is not None:
         value = f"the loss joins a fixed number of samples to others, or takes such ({fixed.source}: {list(mixing.shape(fixed))})"
         expected = f"a share of the batch, which is {_batch_of(micro)}: of a micro-batch a fixed number is a larger share"
@@ -189,6 +199,21 @@ def _check_samples(micro: MicroStep, gradients: Sequence[int], unknown: str) -> 
         warn_once(_STATISTIC, f"{statistic.source or statistic.name} ({list(mixing.shape(statistic))})")
     if moved is not None:
         warn_once(_ORDER, f"{moved.source or moved.name} ({moved.name}: {list(mixing.shape(moved))})")
+
+
+def _by_number(micro: MicroStep, mixing: SampleMixing, read: FlatEqn) -> Problem:
+    """Of samples that are read at places of the whole batch: the numbers may be the user's, or of a quantile."""
+    at, remedy = f"{read.source}: {list(mixing.shape(read))}", "use one micro-batch, or plan without a pipeline"
+    if sort_behind(mixing, read) is not None:
+        value = f"one of all samples in order is read, as a quantile or a median is, of what the network makes ({at})"
+        expected = "a loss of every sample by itself: every micro-batch has a quantile of its own"
+        return Problem(_PLACE, value, expected, f"{remedy}; or take it of the step before, as state")
+    value = f"samples are read, or added to, by numbers that come with the batch, or are the same for any batch ({at})"
+    paths = {micro.growth.value(v): path for v, path in zip(micro.step.program.inputs, micro.step.in_paths, strict=True)}
+    if (path := paths.get(read.read[0])) is not None and read.name == "gather":
+        length = micro.growth.large.avals[read.read[0]].shape[0]
+        remedy += f"; where {path} is no batch, but a table as long by chance, use another batch size than its {length} rows"
+    return Problem(_PLACE, value, "a loss of every sample by itself: the numbers count those of the whole batch", remedy)
 
 
 def _batch_of(micro: MicroStep) -> str:

@@ -25,6 +25,7 @@ import jax
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.parts.batch_axes import batch_leaves, behind_time, second_dims
 from soapjax.execute.parts.cut import phase_of
+from soapjax.execute.parts.part_problems import problems_of_part
 from soapjax.graph.batch.draws import draws_alike
 from soapjax.graph.batch.growth import Growth, growth_of
 from soapjax.graph.batch.growth_rules import is_backward
@@ -38,7 +39,7 @@ from soapjax.graph.recompute import recomputing
 from soapjax.graph.rules.light_rules import ELEMENTWISE
 from soapjax.graph.trace.dataflow import follow
 from soapjax.graph.trace.program import FlatEqn
-from soapjax.graph.trace.tracing import CORRECT, TracedStep, trace
+from soapjax.graph.trace.tracing import TracedStep, trace
 
 _MOST_UNITS = 4  # arguments as long as the batch, of which some may be none
 
@@ -131,7 +132,7 @@ def micro_step(
         try:
             return traced(*(a if i in static else next(rest) for i, a in enumerate(args)))
         except SoapjaxError as e:
-            raise SoapjaxError(_of_part(full, dims, samples, e.problems)) from e
+            raise SoapjaxError(problems_of_part(full, dims, samples, e.problems)) from e
 
     small, dims, grows = _parts(traced_with, full, leaves, num_microbatches, adds_up=adds_up)
     leaves, size = tuple(dims), _size(full, dims)
@@ -333,16 +334,3 @@ def _given(step: TracedStep, binding: Binding, batch: Collection[int]) -> list[i
     """Input leaves beside the batch and the state, of which there is no gradient."""
     others = {*batch, *step.state_pairs}
     return [k for k, v in enumerate(step.program.inputs) if k not in others and v not in binding.phases.trained]
-
-
-def _of_part(full: TracedStep, dims: Mapping[int, int], samples: int, problems: Sequence[Problem]) -> list[Problem]:
-    """What is wrong with a part of the batch, although it is not with all of it."""
-    size = _size(full, dims)
-    cut = ", ".join(full.in_paths[i] for i in itertools.islice(dims, 4)) + (", ..." if len(dims) > 4 else "")
-    found = [p._replace(value=f"traced with {samples} of {size} samples (of {cut}): {p.value}") for p in problems]
-    constant = "take the batch's size of the batch itself there (x.shape[0]), where it is a constant"
-    if rows := [full.in_paths[i] for i in full.state_pairs if full.in_avals[i].shape[:1] == (size,)]:
-        may_be = f"state is not cut, and {rows[0]} has {size} rows: if they are the samples', pass it with the batch"
-        return [p._replace(remedy=f"{constant}; {may_be}, and return it as a result; else correct the step") for p in found]
-    remedy = f"{constant}; or use one micro-batch"
-    return [p._replace(remedy=remedy) if p.remedy == CORRECT else p for p in found]
