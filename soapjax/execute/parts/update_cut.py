@@ -114,19 +114,23 @@ def cut_updates(c: Cutter, passes: Sequence[Part], owners: Mapping[int, int] | N
             wanted[at].append(out)
     of_state = {v for v in origin if not stages_of(v)}
     update, mixed, mixed_again = _update_parts(c, free, wanted, home, origin, of_state)
-    crossing = {}
-    for part in update:
-        for v in part.inputs:
-            if v not in home:
-                terms = c.summands(v) if v in site else [v]
-                crossing[v] = Crossing(v, part.place, tuple((c.value_stage[t], t) for t in terms))
-    for v in gradients:  # also those that no update reads
-        if v in c.value_stage:
-            crossing.setdefault(v, Crossing(v, site[v], tuple((c.value_stage[t], t) for t in c.summands(v))))
     return Updates(
-        tuple(update), tuple(mixed), tuple(mixed_again), tuple(crossing.values()), home, tuple(results),
+        tuple(update), tuple(mixed), tuple(mixed_again), _crossings(c, update, home, site), home, tuple(results),
         tuple((site[v], v) for v in gradients),
     )  # fmt: skip
+
+
+def _crossings(
+    c: Cutter, update: Sequence[Part], home: Mapping[int, int], site: Mapping[int, int]
+) -> tuple[Crossing, ...]:  # fmt: skip
+    """What the update reads that passes make; gradients, which `site` has, also where no update reads them."""
+
+    def to(place: int, v: int) -> Crossing:
+        terms = c.summands(v) if v in site else [v]
+        return Crossing(v, place, tuple((c.value_stage[t], t) for t in terms))
+
+    found = {v: to(part.place, v) for part in update for v in part.inputs if v not in home}
+    return (*found.values(), *(to(place, v) for v, place in site.items() if v in c.value_stage and v not in found))
 
 
 def _origins(eqn: FlatEqn, program: Program, known: dict[int, _Origin]) -> dict[int, _Origin]:
