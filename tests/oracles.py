@@ -526,7 +526,7 @@ class _Oracle:
         peak = int(np.argmax(live + transient))
         persistent = sum(
             tensors[p.tensor].size_bytes * (1 + len(p.state_leaves)) / self.shards(self.stored(p)) for p in self.graph.parameters
-        )
+        ) + sum(x.size_bytes for x in self.graph.unplaced)
         return PlainCosts(
             [self.compute(k) for k in range(len(tasks))], resolve_s, reshard_s, sum_s, sent, self.homes,
             (persistent, live[peak], transient[peak]),

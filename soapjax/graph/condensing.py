@@ -241,6 +241,9 @@ class _Condensing:
                 s._replace(summands=tuple(map(self.tensor.get, s.summands)))
                 for s in graph.joint_sums if not set(s.summands) & self.gone
             ),
+            unplaced=tuple(
+                x._replace(operator=self.operator[x.operator]) for x in graph.unplaced if x.operator in self.operator
+            ),
         )  # fmt: skip
         operator_of = np.array([self.operator.get(n, -1) for n in range(graph.num_operators)])
         tensor_of = np.array([self.tensor.get(i, -1) for i in range(len(graph.tensors))])

@@ -195,6 +195,14 @@ class LoopEntry(NamedTuple):
     target: int
 
 
+class UnplacedState(NamedTuple):
+    """State that is no tensor and no parameter's: kept whole on every device that updates it."""
+
+    leaf: int  # position among the step's inputs
+    size_bytes: float
+    operator: int  # in whose stage a pipeline keeps it
+
+
 class Operator(NamedTuple):
     name: str
     kind: str
@@ -222,6 +230,7 @@ class OperatorGraph:
     accumulations: tuple[Accumulation, ...] = ()
     joint_sums: tuple[JointSum, ...] = ()  # not part of the fingerprint
     leaf_of: tuple[int, ...] = ()  # by input the leaf that it is a row of, where stacked state is taken apart (trace/unstacking.py)
+    unplaced: tuple[UnplacedState, ...] = ()  # not part of the fingerprint
     step_fingerprint: str = ""  # of the step's graph where nothing is recomputed, where this one recomputes something
 
     @property
@@ -233,6 +242,11 @@ class OperatorGraph:
     def trained_leaves(self) -> frozenset[int]:
         """Positions among the step's inputs of all parameters and their optimizer state."""
         return frozenset(leaf for p in self.parameters for leaf in p.leaves)
+
+    @property
+    def unplaced_bytes(self) -> float:
+        """Of the state that every device keeps whole, whatever the plan."""
+        return sum(x.size_bytes for x in self.unplaced)
 
     @property
     def num_operators(self) -> int:

@@ -18,7 +18,7 @@ from soapjax.costs.tables.problem_tables import CostTables
 class MemoryCurve(NamedTuple):
     """Bytes of G groups of devices (one without pins) while each of K tasks runs."""
 
-    persistent: np.ndarray  # [G]: parameters and optimizer state
+    persistent: np.ndarray  # [G]: parameters and optimizer state, unplaced state too
     alive: np.ndarray  # [G, K]: activations, gradients and resharded copies
     transient: np.ndarray  # [G, K]: while something is made
     tensor_bytes: np.ndarray  # [T, G]: of a tensor as it is kept
@@ -84,6 +84,6 @@ def memory_curve(tables: CostTables, costs: Costs) -> MemoryCurve:
     made = np.zeros((num_k, groups))
     np.add.at(made, tables.order.since, transient)
     return MemoryCurve(
-        persistent=stored.sum(0), alive=alive.T, transient=made.T, tensor_bytes=held, copy_bytes=copies, stored_bytes=stored,
-        spans=spans,
+        persistent=stored.sum(0) + tables.graph.unplaced_bytes, alive=alive.T, transient=made.T, tensor_bytes=held,
+        copy_bytes=copies, stored_bytes=stored, spans=spans,
     )  # fmt: skip

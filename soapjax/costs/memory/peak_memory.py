@@ -115,9 +115,9 @@ def waited(p: CostArrays, waiting: Array, t: Array, birth: Array, death: Array, 
 
 
 def stored_bytes(p: CostArrays, state_bytes: Array, on_stored: Array) -> Array:
-    """Parameters and optimizer state [G, ...] of [P + 1, ...] and who stores them, bool [P + 1, G, ...]."""
-    nothing = jnp.zeros(on_stored.shape[1:])
-    return lax.fori_loop(0, p.counts[1], lambda j, total: total + only_if(row(on_stored, j), row(state_bytes, j)), nothing)
+    """Parameters and optimizer state [G, ...] of [P + 1, ...] and who stores them, bool [P + 1, G, ...]; and unplaced state."""
+    unplaced = jnp.broadcast_to(p.scalars[3], on_stored.shape[1:])
+    return lax.fori_loop(0, p.counts[1], lambda j, total: total + only_if(row(on_stored, j), row(state_bytes, j)), unplaced)
 
 
 def memory_of(

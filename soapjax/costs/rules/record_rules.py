@@ -293,7 +293,7 @@ def _memory_of(
     transient = local * jnp.where(p.flags[0] != 0, in_place, (summed != 0).astype(jnp.float32))
     # Only what the compiler merges waits: results of up to that size.
     result = local * jnp.where(is_scattered, 1 / parts[4], 1.0)
-    both = jnp.where((ints[6] != 0) & (summed != 0) & (result <= p.scalars[3]), local + result, 0.0)
+    both = jnp.where((ints[6] != 0) & (summed != 0) & (result <= p.scalars[2]), local + result, 0.0)
     waiting = stacked(mesh, [jnp.where(is_scattered, 0.0, both), jnp.where(is_scattered, both, 0.0)])
     return held, copy, is_sent, transient, waiting
 

@@ -48,7 +48,7 @@ class CostArrays(NamedTuple):
 
     mesh: Mesh
     network: Network
-    scalars: Array  # float32 [4]: memory bytes per second, launch seconds, usable bytes, up to which size sums are merged
+    scalars: Array  # float32 [4]: memory bytes per second, launch seconds, up to which size sums are merged, unplaced bytes
     flags: Array  # int32 [1]: whether sums write over their operands
     waiting: Array  # float32 [2, 2]: most_waiting, operand_share, as in WorkingMemory
     merged_at: Scalar  # int32 []
@@ -117,7 +117,7 @@ def padded(x: np.ndarray, count: int, value: float = 0) -> np.ndarray:
 def cost_arrays(tables: CostTables, b: Bucket) -> CostArrays:
     """The arrays of a problem in a bucket that holds it."""
     links, working, rates, n, f32 = tables.links, tables.working, tables.rates, need_of(tables), np.float32
-    scalars = [rates.memory_bytes_per_s, rates.launch_s, tables.usable_memory_bytes, tables.compiler.merged_bytes]
+    scalars = [rates.memory_bytes_per_s, rates.launch_s, tables.compiler.merged_bytes, tables.graph.unplaced_bytes]
     return CostArrays(
         mesh=mesh_of(links.axis_sizes), network=network_of(links, b.levels),
         scalars=np.array(scalars, f32),

@@ -37,6 +37,7 @@ from soapjax.graph.passes.phases import UPDATE, Phases, find_phases
 from soapjax.graph.passes.samples import SampleDims
 from soapjax.graph.passes.tasks import EqnDims, TaskBuilder, readers_of
 from soapjax.graph.passes.units import Unit, find_units, generated_values
+from soapjax.graph.passes.unplaced import unplaced_state
 from soapjax.graph.passes.updates import update_work
 from soapjax.graph.rules.light_rules import BLOCKED, shard_map_axes, user_spec
 from soapjax.graph.trace.program import FlatEqn
@@ -143,6 +144,7 @@ class _Builder:
         joint_sums = self._joint_sums(tasks)
         self._mark_outputs()
         self._mark_summands(accumulations)
+        unplaced = unplaced_state(self.step, self.values, self.phases, parameters, self.tensors.of_root)
         tasks_of: list[list[int]] = [[] for _ in operators]
         for t, task in enumerate(tasks):
             tasks_of[task.operator].append(t)
@@ -166,7 +168,7 @@ class _Builder:
             state_pairs=tuple(sorted(self.step.state_pairs.items())),
             is_single_phase=self.phases.is_single_phase or not self.phases.parameters, accumulations=tuple(accumulations),
             joint_sums=tuple(joint_sums), leaf_of=self.step.leaf_of if max(self.step.program.rows[0], default=1) > 1 else (),
-            step_fingerprint=self.step.fingerprint,
+            unplaced=unplaced, step_fingerprint=self.step.fingerprint,
         )  # fmt: skip
 
     def _classes(self, members: list[int]) -> DimClasses:

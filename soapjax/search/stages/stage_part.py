@@ -122,13 +122,15 @@ class StagePart:
         owns = self.mine[tables.parameter_op] if len(tables.parameter_op) else np.zeros(0, bool)
         gradients = [p.gradient for p, o in zip(graph.parameters, owns, strict=True) if o]
         copies, sums = self._of_others(owns)
+        unplaced_bytes = sum(x.size_bytes for x in graph.unplaced if self.mine[x.operator])
         backward_s = inputs_s = self.seconds(BACKWARD)
         if self.weights:
             inputs_s = self.seconds(BACKWARD, {k for k in self.tasks if graph.tasks[k].phase == BACKWARD} - self.weights)
         return StageLoad(
             forward_s=self.seconds(FORWARD), backward_s=backward_s, update_s=self.seconds(UPDATE),
             parameter_bytes=float(figures.parameter_bytes[owns].sum()),
-            state_bytes=float((figures.stored_bytes + figures.gathered_bytes)[owns].sum() + figures.shard_bytes[copies].sum()),
+            state_bytes=float((figures.stored_bytes + figures.gathered_bytes)[owns].sum() + figures.shard_bytes[copies].sum())
+            + unplaced_bytes,
             gradient_bytes=float(figures.shard_bytes[[*gradients, *sums]].sum()), inputs_s=inputs_s,
             weights_s=self.seconds(BACKWARD, self.weights) if self.weights else 0.0, casts_s=float(figures.cast_s[owns].sum()),
             casts_bytes=float(figures.cast_bytes[owns].sum()),
