@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from balanced import balanced_pipeline
+from families import sampled
 
 from soapjax.execute.compiled.pipeline_proof import verify_pipeline
 from soapjax.execute.compiled.proof import OpsCheck
@@ -142,7 +143,7 @@ def pipeline_step(schedule, stages, num, chunks, forward, raw, **options):
     return run, state, batch
 
 
-@pytest.mark.parametrize("schedule, stages, num, chunks, forward, raw", CASES)
+@pytest.mark.parametrize("schedule, stages, num, chunks, forward, raw", sampled(CASES, 3))
 def test_each_micro_batch_draws_its_own(schedule, stages, num, chunks, forward, raw):
     with jax.enable_x64(True):
         run, state, batch = pipeline_step(schedule, stages, num, chunks, forward, raw, is_float64=True)

@@ -5,6 +5,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from families import sampled
 from planned import Case, data_parallel, rotated
 from problems import MODELS
 
@@ -22,7 +23,7 @@ STEPS = {
 }
 
 
-@pytest.fixture(scope="module", params=STEPS)
+@pytest.fixture(scope="module", params=sampled(STEPS, 2))
 def found(request):
     fn, *args = STEPS[request.param]()
     return request.param, Case(fn, tuple(args), hosts=2)

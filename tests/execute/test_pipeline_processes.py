@@ -66,6 +66,7 @@ def test_two_processes(free_port, tmp_path):
     check(run_processes(free_port, ["mlp/1f1b", "tied/gpipe", f"mlp/{path}"], 2), last_is_empty=(2,), random=(2,))
 
 
+@pytest.mark.slow
 def test_replicas_of_stages_on_several_processes(free_port):
     check(run_processes(free_port, ["mlp/replicas"], 2, devices_each=2), random=(0,))
 

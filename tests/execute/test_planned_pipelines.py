@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from balanced import balanced_pipeline
+from families import sampled
 
 import soapjax
 from models import mlp
@@ -80,7 +81,7 @@ def random_plan(planned, traced, sizes, rng):
     return planned.model_copy(update={"pipeline": pipeline, "operators": operators})
 
 
-@pytest.mark.parametrize("sizes", [(4, 4), (6, 2), (1, 3, 4)])
+@pytest.mark.parametrize("sizes", sampled([[1, 3, 4], [4, 4], [6, 2]], 3), ids=str)
 def test_every_choice_that_is_priced_is_run_and_proven(planned, traced, of_micro, step, sizes):
     """Stages of equal and of different meshes: as written to a file, predicted anew, and read again."""
     plan = random_plan(planned, traced, sizes, np.random.default_rng(sum(sizes[:1])))
@@ -102,7 +103,7 @@ def test_every_choice_that_is_priced_is_run_and_proven(planned, traced, of_micro
 STORED = [("kept", False), ("regathered", False), ("kept, gradients sharded", False), ("regathered", True)]
 
 
-@pytest.mark.parametrize("how, again", STORED)
+@pytest.mark.parametrize("how, again", sampled(STORED, 2))
 def test_what_is_kept_is_gathered_and_scattered_once_per_step(planned, traced, of_micro, step, how, again):
     """ZeRO-1: parameters are gathered, and gradients reduce-scattered, once per step. ZeRO-3: in every pass. ZeRO-2: both."""
     graph = micro_batch(build_graph(traced)[0], NUM)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from balanced import balanced_pipeline
+from families import sampled
 from planned import topology_with
 
 from soapjax import soap_shard
@@ -138,7 +139,7 @@ def assert_right(step, schedule="1f1b", stages=2, num=4, chunks=1):
         assert float(metrics[name]) == pytest.approx(float(w), rel=1e-9)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", sampled(LOSSES, 3))
 def test_a_weighted_mean_is_that_of_the_whole_batch(name):
     assert_right(step_of(LOSSES[name], decay=2**-7))
 
@@ -156,7 +157,7 @@ LATER = {
 
 
 @pytest.mark.parametrize("how", [{"microbatches": 4}, {"pipeline": "1f1b", "stages": 2, "microbatches": 2}], ids=["one", "stages"])
-@pytest.mark.parametrize("name", LATER)
+@pytest.mark.parametrize("name", sampled(LATER, 3))
 def test_what_updates_and_metrics_divide_by_is_the_whole_batchs(name, how):
     """A sum of errors whose gradient is divided after it was made, and metrics of all samples that are divided by such a number."""
     divisor = LATER[name]
@@ -183,13 +184,13 @@ def test_what_updates_and_metrics_divide_by_is_the_whole_batchs(name, how):
 CASES = [("gpipe", 2, 4, 1), ("zb-h1", 2, 2, 1), ("interleaved", 2, 4, 2), ("1f1b", 4, 2, 1), ("1f1b", 1, 4, 1), ("1f1b", 2, 8, 1)]
 
 
-@pytest.mark.parametrize("schedule, stages, num, chunks", CASES)
+@pytest.mark.parametrize("schedule, stages, num, chunks", sampled(CASES, 2))
 def test_under_every_schedule(schedule, stages, num, chunks):
     """Micro-batches of one sample, too, whose program has other equations."""
     assert_right(step_of(LOSSES["kept from zero"]), schedule, stages, num, chunks)
 
 
-@pytest.mark.parametrize("dropped", [True, False])
+@pytest.mark.parametrize("dropped", sampled([True, False], 2))
 def test_it_is_proven(dropped):
     """With random numbers of its own for every micro-batch, too, where the micro-batches on one device are the reference."""
 
@@ -461,7 +462,7 @@ CHUNKED = {
 
 
 @pytest.mark.parametrize("num", (2, 4))
-@pytest.mark.parametrize("name", CHUNKED)
+@pytest.mark.parametrize("name", sampled(CHUNKED, 2))
 def test_a_loss_added_up_in_chunks_is_the_whole_batchs(name, num, caplog):
     rng = np.random.default_rng(0)
     weights = {"e": rng.normal(size=(VOCAB, WIDTH)).astype(np.float32), "o": rng.normal(size=(WIDTH, VOCAB)).astype(np.float32)}

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from balanced import balanced_pipeline
+from families import sampled
 from planned import topology_with
 
 import soapjax
@@ -85,7 +86,7 @@ HOWS = {"argvalues": [{"microbatches": 2}, {"microbatches": BATCH}, PIPELINE], "
 
 
 @pytest.mark.parametrize("how", **HOWS)
-@pytest.mark.parametrize("name", EXTRAS)
+@pytest.mark.parametrize("name", sampled(EXTRAS, 3))
 def test_state_is_that_of_the_whole_batch(name, how):
     extra, begin = EXTRAS[name]
     assert_as_plain(step_with(extra), arguments(begin), **how)
@@ -130,7 +131,7 @@ UNLIKE = {
 }
 
 
-@pytest.mark.parametrize("name", UNLIKE)
+@pytest.mark.parametrize("name", sampled(UNLIKE, 2))
 def test_a_loss_that_is_neither_a_mean_nor_a_sum_is_that_of_the_whole_batch(name, caplog):
     """Gradients of micro-batches give it neither in the mean nor in the sum: one summand of two is scaled."""
     (s, x, y), grad = arguments(np.int32(0)), jax.jit(jax.value_and_grad(UNLIKE[name]))
@@ -266,7 +267,7 @@ BY_PLACE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BY_PLACE)
+@pytest.mark.parametrize("name", sampled(BY_PLACE, 2))
 def test_results_by_place_are_those_of_the_whole_batch(name, caplog):
     def step(s, x, y):
         def loss(p):
@@ -348,7 +349,7 @@ def step_with_running(name):
 
 
 @pytest.mark.parametrize("how", **HOWS)
-@pytest.mark.parametrize("name", RUNNING)
+@pytest.mark.parametrize("name", sampled(RUNNING, 3))
 def test_running_statistics_that_passes_read_are_the_whole_batchs(name, how, caplog):
     s, x, y = arguments(np.int32(0))
     assert_as_plain(step_with_running(name), ({"p": s["p"], "seen": jnp.zeros(x.shape[1])}, x, y), **how)

@@ -81,6 +81,7 @@ def test_where_all_fits_nothing_is_recomputed(plan_on):
     assert not plan.recomputed and not found.is_bound
 
 
+@pytest.mark.slow
 def test_what_fits_block_by_block_alone_is_found(plan_on, place, monkeypatch):
     """A stage that computes all of its own again holds all of it at once."""
     less = dataclasses.replace(place.device, memory_bytes=int(0.58 * place.device.memory_bytes))

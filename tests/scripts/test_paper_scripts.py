@@ -273,6 +273,7 @@ def quick_learning(monkeypatch):
     monkeypatch.setattr(trinity_tables, "learned", learned)
 
 
+@pytest.mark.slow
 def test_trinitys_table_stands_beside_the_published_one_and_resumes(tmp_path, capsys, monkeypatch, quick_search, quick_learning):
     published = tmp_path / "published.csv"
     figures = ("s", "comm_gb", "mem_gb")
@@ -309,6 +310,7 @@ def test_curves_of_learning_have_a_row_per_batch(tmp_path, monkeypatch):
     assert trinity_tables.main(command) == 0
 
 
+@pytest.mark.slow
 def test_the_grid_is_swept_for_its_best_point():
     """No point that fits is better, also of those that the closed formula let out."""
     sizes = dict(batch=8, seq=32, width=64, layers=4, heads=4, vocab=128)

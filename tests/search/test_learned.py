@@ -189,6 +189,7 @@ def drawn(method):
     return agent, told, quiet, *agent.draw(jax.random.key(1), told, fixed, best, quiet)
 
 
+@pytest.mark.slow
 @methods
 def test_probabilities_are_those_that_devices_were_drawn_with(method):
     agent, told, learner, draw, device = drawn(method)
