@@ -82,7 +82,7 @@ def described_items(tables: CostTables, found: Layouts, strategy: Strategy) -> l
     """Every item beside its words, by task."""
     graph, names = tables.graph, tables.space.mesh.axis_names
     parameter_of = {p.tensor: p.path for p in graph.parameters}
-    gradient_of = {p.gradient: p.path for p in graph.parameters}
+    gradient_of = {p.gradient: p.path for p in graph.trained}
     maker_of = {a.tensor: t.operator for t in reversed(graph.tasks) for a in t.writes}
 
     def layout(row: tuple[int, ...], rank: int) -> str:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soapjax.graph.operators import NOT_SPLIT, Access, Accumulation, Operator, OperatorGraph, Task
+from soapjax.graph.operators import NO_GRADIENT, NOT_SPLIT, Access, Accumulation, Operator, OperatorGraph, Task
 from soapjax.graph.passes.phases import FORWARD
 
 MOST_LAYERS = 512  # iterations of a loop that is unrolled
@@ -229,7 +229,9 @@ class _Condensing:
             tasks=tuple(map(self._task, self.task)),
             tensors=tuple(graph.tensors[i] for i in self.tensor),
             parameters=tuple(
-                p._replace(tensor=self.tensor[p.tensor], gradient=self.tensor[p.gradient], owner=self.operator[p.owner])
+                p._replace(
+                    tensor=self.tensor[p.tensor], gradient=self.tensor.get(p.gradient, NO_GRADIENT), owner=self.operator[p.owner]
+                )
                 for p in (graph.parameters[k] for k in self.parameter)
             ),
             entries=tuple(

@@ -23,7 +23,7 @@ from typing import Any
 import pydantic
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.graph.operators import HEAVY_RESULT, NOT_SPLIT, Halo, InnerSum, OperatorGraph, Work
+from soapjax.graph.operators import HEAVY_RESULT, NO_GRADIENT, NOT_SPLIT, Halo, InnerSum, OperatorGraph, Work
 from soapjax.graph.passes.checks import check_graph
 
 MOST = 2**53  # of sizes and counts: whole numbers up to it are exact as floats
@@ -140,7 +140,8 @@ def _check_ranges(graph: OperatorGraph, found: _Ranges) -> None:
     within("tasks: operator", [t.operator for t in graph.tasks], 0, operators)
     for i, parameter in enumerate(graph.parameters):
         at = f"parameters.{i}"
-        within(f"{at}: tensors", [parameter.tensor, parameter.gradient], 0, tensors)
+        within(f"{at}: tensors", [parameter.tensor], 0, tensors)
+        within(f"{at}: gradient", [parameter.gradient], NO_GRADIENT, tensors)
         within(f"{at}: owner", [parameter.owner], 0, operators)
         within(f"{at}: leaves", parameter.leaves, 0, inputs)
     for name, used in {

@@ -36,7 +36,7 @@ def lifetimes(graph: OperatorGraph) -> Lifetimes:
     is_stored, last_use, computed_until = np.ones(num, bool), np.full(num, -1, np.int32), np.full(num, -1, np.int32)
     is_stand_in, scale = np.zeros(num, bool), np.ones(num, np.float32)
     early = needed_at(graph)
-    kept = {i for e in graph.entries for i in e} | {p.gradient for p in graph.parameters} | {p.tensor for p in graph.parameters}
+    kept = {i for e in graph.entries for i in e} | {p.gradient for p in graph.trained} | {p.tensor for p in graph.parameters}
     kept |= {i for i, t in enumerate(graph.tensors) if t.output_leaves or t.copies > 1}
     is_fused = np.ones(num, bool)  # by every reader
     scope = {a.tensor: t.scope for t in graph.tasks for a in t.writes}

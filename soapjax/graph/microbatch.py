@@ -31,7 +31,7 @@ def _of_batch(graph: OperatorGraph) -> list[list[bool]]:
 
 def data_sizes(graph: OperatorGraph) -> dict[int, int]:
     """The inputs (tensors) that hold data, and how many samples: what is no state, and has a sample dim."""
-    state = graph.trained_leaves | {leaf for leaf, _ in graph.state_pairs}
+    state = graph.stored_leaves | {leaf for leaf, _ in graph.state_pairs}
     others = {i for i, t in enumerate(graph.tensors) if t.input_leaf >= 0 and t.input_leaf not in state}
     begun_by, sizes = graph.begun_by, dict[int, int]()
     for task in graph.tasks:

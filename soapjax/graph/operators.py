@@ -151,12 +151,18 @@ class Tensor(NamedTuple):
         return self.size_bytes / self.itemsize * (self.sum_itemsize or self.itemsize)
 
 
+NO_GRADIENT = -1
+
+
 class Parameter(NamedTuple):
-    """A trained leaf: one storage layout for it, its gradient and its optimizer state (leaves of the same shape)."""
+    """A trained leaf: one storage layout for it, its gradient and its optimizer state (leaves of the same shape).
+
+    A frozen one is stored alike, and has neither.
+    """
 
     path: str
     tensor: int
-    gradient: int
+    gradient: int  # NO_GRADIENT of a frozen one
     owner: int
     leaf: int
     state_leaves: tuple[int, ...]
@@ -221,7 +227,7 @@ class OperatorGraph:
     operators: tuple[Operator, ...]
     tasks: tuple[Task, ...]  # in schedule order
     tensors: tuple[Tensor, ...]
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[Parameter, ...]  # those that are trained, then frozen ones
     entries: tuple[LoopEntry, ...]
     in_paths: tuple[str, ...]
     out_paths: tuple[str, ...]
@@ -239,8 +245,18 @@ class OperatorGraph:
         return frozenset(op.name for op in self.operators if op.is_recomputed)
 
     @property
+    def trained(self) -> tuple[Parameter, ...]:
+        """The parameters but for frozen ones, by the same numbers."""
+        return tuple(p for p in self.parameters if p.gradient != NO_GRADIENT)
+
+    @property
     def trained_leaves(self) -> frozenset[int]:
-        """Positions among the step's inputs of all parameters and their optimizer state."""
+        """Positions among the step's inputs of all trained parameters and their optimizer state."""
+        return frozenset(leaf for p in self.trained for leaf in p.leaves)
+
+    @property
+    def stored_leaves(self) -> frozenset[int]:
+        """And of frozen parameters."""
         return frozenset(leaf for p in self.parameters for leaf in p.leaves)
 
     @property

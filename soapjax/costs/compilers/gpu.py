@@ -20,7 +20,7 @@ def waits_for_its_update(graph: OperatorGraph) -> np.ndarray:
     found = np.zeros(len(graph.tensors), bool)
     readers = _readers(graph)
     made_by = {a.tensor: task for task in graph.tasks for a in task.writes}
-    for p, parameter in enumerate(graph.parameters):
+    for p, parameter in enumerate(graph.trained):
         gradient = parameter.gradient
         others = [k for k in readers.get(gradient, ()) if graph.tasks[k].parameter != p]
         in_loop = gradient in made_by and made_by[gradient].trip_count > 1

@@ -39,7 +39,7 @@ def inputs_first(graph: OperatorGraph, order: MemoryOrder, reshards: Reshards) -
 def weights_before_inputs(graph: OperatorGraph) -> list[int]:
     """Tasks that make a weight's gradient right before one of the same operator that reads the weight."""
     parameters = {p.tensor for p in graph.parameters}
-    gradients = {p.gradient for p in graph.parameters} | {i for chain in graph.accumulations for i in chain.summands}
+    gradients = {p.gradient for p in graph.trained} | {i for chain in graph.accumulations for i in chain.summands}
 
     def is_pair(k: int) -> bool:
         weights, inputs = graph.tasks[k : k + 2]

@@ -65,7 +65,7 @@ class _Users:
         self.stored_as = {i: by_leaf[t.input_leaf] for i, t in enumerate(graph.tensors) if t.input_leaf in by_leaf}
         # And results that are them in the next step.
         self.next_as = {result: by_leaf[leaf] for leaf, result in graph.state_pairs if leaf in by_leaf}
-        self._by_gradient = {p.gradient: i for i, p in enumerate(graph.parameters)}
+        self._by_gradient = {p.gradient: i for i, p in enumerate(graph.trained)}
         self._update_task = {task.parameter: k for k, task in enumerate(graph.tasks) if task.parameter >= 0}
         self._carried = {chain.total for chain in graph.accumulations if chain.is_carried}
         # A tensor's common layout with others: of a gradient's summands, and of the products of a joint sum.

@@ -103,7 +103,7 @@ def verify(program: BoundStep, arguments: list[Any], single: Reference | None = 
             single = single_device(one, arguments) if single is None else single
             planned, planned64 = own(arguments), wide(arguments)
         check = check_ops(program, own.text())
-    names = [p.path for p in program.graph.parameters] or list(step.out_paths)
+    names = [p.path for p in program.graph.trained] or list(step.out_paths)
     losses = outputs_compared(step)
     return compared(planned, planned64, single, names, losses, check)
 

@@ -36,7 +36,6 @@ class Gathered(NamedTuple):
 def gathered_once(bound: BoundStep, *, keeps_casts: bool) -> dict[int, Gathered]:
     """By value the parameters that are gathered, or cast, once per step."""
     graph, plan, found = bound.graph, bound.plan, {}
-    values = {p.leaf: p.value for p in bound.binding.phases.parameters}
     used: dict[int, set[Spec]] = {}
     for task, part in bound.task_parts():
         for access, text in zip(task.reads, part.operands, strict=True) if task.phase != UPDATE else ():
@@ -49,7 +48,7 @@ def gathered_once(bound: BoundStep, *, keeps_casts: bool) -> dict[int, Gathered]
             continue
         (spec,) = specs
         if (storage.axes and spec != stored) or (keeps_casts and cast is not None and spec == stored):
-            found[values[parameter.leaf]] = Gathered(spec, cast)
+            found[bound.step.program.inputs[parameter.leaf]] = Gathered(spec, cast)
     return found
 
 

@@ -151,7 +151,7 @@ class _Updates:
         """Positions of parameters and optimizer state that live on a stage, and are replaced there in round `k`."""
         if not self.staged.donate:
             return []
-        leaves = self.places[0].bound.graph.trained_leaves
+        leaves = self.places[0].bound.graph.stored_leaves
         traced, stacks = self.staged.traced.step.program.inputs, self.places[s].stacks
         given = {v for k in leaves for v in (traced[k], *(stacks.holding(traced[k]) if stacks else ()))}
         own = {v for v in given if self.cut.home.get(v) == s}

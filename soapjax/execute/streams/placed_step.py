@@ -147,7 +147,7 @@ class PlacedStep(Streamed):
     @functools.cached_property
     def _replaced(self) -> dict[int, int]:
         """Parameters and optimizer state -> the value that replaces each."""
-        leaves = self.program.graph.trained_leaves
+        leaves = self.program.graph.stored_leaves
         inputs, outputs = self.step.program.inputs, self.step.program.outputs
         return {inputs[k]: new for k, o in self.step.state_pairs.items() if k in leaves and isinstance(new := outputs[o], int)}
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from soapjax.graph.operators import (
+    NO_GRADIENT,
     NOT_SPLIT,
     Access,
     Accumulation,
@@ -31,6 +32,7 @@ from soapjax.graph.passes import accumulation as traced
 from soapjax.graph.passes import joint_sums as joint
 from soapjax.graph.passes.checks import check_graph, check_operators, check_phases, check_program, check_units
 from soapjax.graph.passes.dims import DimClasses, LabelCache, OperatorDims
+from soapjax.graph.passes.frozen import FrozenWeight, frozen_weights
 from soapjax.graph.passes.naming import grouped, operator_names
 from soapjax.graph.passes.pairing import Pairing
 from soapjax.graph.passes.phases import UPDATE, Phases, find_phases
@@ -110,7 +112,8 @@ class _Builder:
         gradients = self.phases.by_gradient.keys()
         self.given = dims.given_weights(data, gradients)
         self.samples = dims.nodes_of(data=data - self.given, walkers=walkers, trained=trained, gradients=gradients)
-        self.parameter_values = {p.value for p in self.phases.parameters}
+        self.frozen = frozen_weights(step, self.values, self.phases, self.given)
+        self.parameter_values = self.phases.trained | {one.value for one in self.frozen}
         readers = readers_of(self.units, self.updates, self.program, self.values)
         self.tasks = TaskBuilder(self.units, self.program, self.values, self.labels, self.generated, readers)
         self.tensors = self.tasks.tensors
@@ -270,7 +273,14 @@ class _Builder:
                     parameter=p, structure=structure, equations=TaskEquations(tuple(equations[p])),
                 )  # fmt: skip
             )  # fmt: skip
-        return parameters, updates
+        return [*parameters, *(self._frozen(one, first_reader[one.value]) for one in self.frozen)], updates
+
+    def _frozen(self, one: FrozenWeight, owner: int) -> Parameter:
+        tensor = self.tensors.index(one.value)
+        shape = self.tensors.all[tensor].shape
+        stacked = max((-a.shift for a in self.values.alias.values() if a.root == one.value), default=0)  # by loops over layers
+        dims = tuple(d for d in range(stacked, len(shape)) if shape[d] > 1)
+        return Parameter(one.path, tensor, NO_GRADIENT, owner, one.leaf, state_leaves=(), storage_dims=dims)
 
     def _ordered(self, tasks: list[Task]) -> list[Task]:
         """Forward, backward, update: a heavy update equation (rare) stays behind what it reads."""

@@ -21,7 +21,7 @@ def unplaced_state(
     """By input, all that is no single number.
 
     Args:
-      parameters: as in `phases`.
+      parameters: those in `phases`, and frozen ones.
       placed: inputs (values of the program) that are tensors of the graph.
     """
     program = step.program
@@ -44,7 +44,7 @@ def _first_owners(step: TracedStep, values: Values, phases: Phases, parameters: 
     """What an update makes of gradients (roots) -> the first of the operators whose parameters these are: it stands in the stage
     where a pipeline keeps the result (execute/parts/update_cut.py)."""
     found: dict[int, int] = {}
-    for traced, parameter in zip(phases.parameters, parameters, strict=True):
+    for traced, parameter in zip(phases.parameters, parameters, strict=False):  # behind those that are trained come frozen ones
         found[traced.gradient] = min(parameter.owner, found.get(traced.gradient, parameter.owner))
     for eqn in step.program.leaves:
         if phases.phase[eqn.key] == UPDATE:

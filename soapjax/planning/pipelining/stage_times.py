@@ -71,7 +71,7 @@ class StageTimes(NamedTuple):
 def _sums_of_replicas(graph: OperatorGraph, topology: DeviceTopology, stage: Stage) -> float:
     """How many collectives sum a stage's gradients over its replicas: one of each gradient, but for what the compiler merges."""
     names = set(stage.operators)
-    sizes = [graph.tensors[p.gradient].size_bytes for p in graph.parameters if graph.operators[p.owner].name in names]
+    sizes = [graph.tensors[p.gradient].size_bytes for p in graph.trained if graph.operators[p.owner].name in names]
     shares = combined_share(np.array(sizes, float), True, compiler_of(topology).merged_bytes)
     return max(float(shares.sum()), 1.0)
 

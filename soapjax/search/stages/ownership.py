@@ -83,15 +83,15 @@ class Ownership:
     def parameter_of_gradient(self) -> np.ndarray:
         """The parameter [tensors] whose gradient a tensor is, -1 of all others."""
         found = np.full(len(self.tables.tensor_bytes), -1)
-        for p, parameter in enumerate(self.tables.graph.parameters):
+        for p, parameter in enumerate(self.tables.graph.trained):
             found[parameter.gradient] = p
         return found
 
     @cached_property
     def given(self) -> np.ndarray:
-        """bool [tensors]: inputs that are neither state nor data, as frozen weights: there all the time, once."""
+        """bool [tensors]: inputs that are neither state, nor frozen weights, nor data: there all the time, once."""
         graph = self.tables.graph
-        data, state = data_sizes(graph), {leaf for leaf, _ in graph.state_pairs}
+        data, state = data_sizes(graph), {leaf for leaf, _ in graph.state_pairs} | {p.leaf for p in graph.parameters}
         return np.array([t.input_leaf >= 0 and t.input_leaf not in state and i not in data for i, t in enumerate(graph.tensors)])
 
     @cached_property

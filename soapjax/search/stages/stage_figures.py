@@ -201,9 +201,10 @@ def _may_sum_late(tables: CostTables, strategy: Strategy) -> np.ndarray:
     storage, graph = strategy.storage[tables.parameter_op], tables.graph
     in_loops = {a.tensor for task in graph.tasks if task.scope for a in task.writes} - {a.total for a in graph.accumulations}
     is_alone = np.array([p.gradient not in in_loops for p in graph.parameters], bool)
+    is_trained = np.arange(len(graph.parameters)) < len(graph.trained)
     is_plain = np.array([not any(s.axes) for s in tables.space.storages])[storage]
     is_scattered = np.array([s.regathers or s.scatters for s in tables.space.storages])[storage]
-    return is_plain | (~is_scattered & is_alone)
+    return is_trained & (is_plain | (~is_scattered & is_alone))
 
 
 def _late_growth(tables: CostTables, late: np.ndarray) -> np.ndarray:
@@ -267,7 +268,8 @@ def _figures(fabric: Fabric, strategy: Strategy) -> Figures:
     growth = _late_growth(tables, late & fabric.has_sums)
     if fabric.has_sums:
         resolve_s = np.array(durations.resolve_s)
-        resolve_s[[p.gradient for p in tables.graph.parameters]] *= growth[:, None]
+        gradients = [p.gradient for p in tables.graph.trained]
+        resolve_s[gradients] *= growth[: len(gradients), None]
         durations = durations._replace(resolve_s=resolve_s)
         cast_bytes = _cast_bytes(tables, strategy, parameter_bytes)
         once = _gathered_once(tables, found, strategy)

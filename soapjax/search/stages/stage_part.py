@@ -120,7 +120,7 @@ class StagePart:
         """Seconds of its programs, and the bytes that it keeps."""
         tables, figures, graph = self.tables, self.figures, self.graph
         owns = self.mine[tables.parameter_op] if len(tables.parameter_op) else np.zeros(0, bool)
-        gradients = [p.gradient for p, o in zip(graph.parameters, owns, strict=True) if o]
+        gradients = [p.gradient for p, o in zip(graph.trained, owns, strict=False) if o]
         copies, sums = self._of_others(owns)
         unplaced_bytes = sum(x.size_bytes for x in graph.unplaced if self.mine[x.operator])
         backward_s = inputs_s = self.seconds(BACKWARD)
@@ -144,7 +144,7 @@ class StagePart:
         others = {p.tensor for p, o in zip(graph.parameters, owns, strict=True) if not o} | set(np.flatnonzero(self.own.given))
         passes = [graph.tasks[k] for k in self.tasks if graph.tasks[k].phase != UPDATE]
         copies = {a.tensor for task in passes for a in task.reads if a.tensor in others}
-        gradients = {p.gradient for p in graph.parameters if p.tensor in copies}
+        gradients = {p.gradient for p in graph.trained if p.tensor in copies}
         parts = {i for s in graph.accumulations if s.total in gradients for i in s.summands}
         sums = {a.tensor for task in passes for a in task.writes if a.tensor in parts}
         return sorted(copies), sorted(sums)
