@@ -59,28 +59,34 @@ def require_phases(graph: OperatorGraph, lines: str = "") -> None:
     raise SoapjaxError(Problem("train step", value + (f" ({lines})" if lines else ""), expected, remedy))
 
 
+def _require_divisor(graph: OperatorGraph, num: int) -> None:
+    """Refuses a number that does not divide the batch, and says which do."""
+    whole = sample_divisor(graph)
+    if num >= 1 and whole % num == 0:
+        return
+    fits = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
+    expected, remedy = f"a divisor of the batch ({whole})", f"choose one of {fits}"
+    size = max(data_sizes(graph).values(), default=0)  # not known where it is taken apart at once, as into chunks and a rest
+    if whole > 1 and size != whole:
+        parts = f"the batch{f' of {size}' if size else ''} is taken in parts (lax.map(..., batch_size=), a loop over chunks)"
+        expected = f"a divisor of {whole}: {parts}, of which each micro-batch has whole ones"
+        remedy += ", or make these parts smaller"
+    if whole == 1:
+        why = "a loop over single samples has not, nor one over chunks and a rest"
+        why += "; what a `while` or `cond` computes of all together is in one piece"
+        expected = f"a batch that can be cut: all of the step has several samples at once ({why})"
+        remedy = "compute several at a time (jax.vmap, lax.map(..., batch_size=8) of a batch that 8 divides), or plan with the"
+        remedy += " whole batch"
+    raise SoapjaxError(Problem("microbatches", str(num), expected, remedy))
+
+
 def micro_batch(graph: OperatorGraph, num: int) -> OperatorGraph:
     """The graph at one of `num` equal micro-batches.
 
     Raises: SoapjaxError where `num` does not divide the batch, or the step has no batch or no gradient to sum.
     """
     require_phases(graph)
-    whole = sample_divisor(graph)
-    if num < 1 or whole % num:
-        fits = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
-        expected, remedy = f"a divisor of the batch ({whole})", f"choose one of {fits}"
-        size = max(data_sizes(graph).values(), default=0)  # not known where it is taken apart at once, as into chunks and a rest
-        if whole > 1 and size != whole:
-            parts = f"the batch{f' of {size}' if size else ''} is taken in parts (lax.map(..., batch_size=), a loop over chunks)"
-            expected = f"a divisor of {whole}: {parts}, of which each micro-batch has whole ones"
-            remedy += ", or make these parts smaller"
-        if whole == 1:
-            why = "a loop over single samples has not, nor one over chunks and a rest"
-            why += "; what a `while` or `cond` computes of all together is in one piece"
-            expected = f"a batch that can be cut: all of the step has several samples at once ({why})"
-            remedy = "compute several at a time (jax.vmap, lax.map(..., batch_size=8) of a batch that 8 divides), or plan with the"
-            remedy += " whole batch"
-        raise SoapjaxError(Problem("microbatches", str(num), expected, remedy))
+    _require_divisor(graph, num)
     if num == 1:
         return graph
     is_sample, begun_by = _of_batch(graph), graph.begun_by

@@ -19,7 +19,7 @@ from soapjax.execute.spmd.heavy import run_product
 from soapjax.execute.spmd.on_blocks import OnBlocks
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.graph.rules.light_rules import labels_of
-from soapjax.graph.trace.program import flatten
+from soapjax.graph.trace.flattening import flatten
 from soapjax.strategy.configs import replicated
 from soapjax.strategy.layout import HALO, REPLICATED
 

@@ -20,7 +20,7 @@ from planned import QUICK, Case, rotated
 
 from soapjax.graph.rules import rule_table
 from soapjax.graph.rules.rule_table import _RULES, BLOCKED, Labels, labels_of, register
-from soapjax.graph.trace.program import flatten
+from soapjax.graph.trace.flattening import flatten
 
 FUNCTIONS = {}
 

@@ -22,7 +22,8 @@ from soapjax.graph.batch.draws import is_key
 from soapjax.graph.batch.unlike_sums import SCALES, as_plain
 from soapjax.graph.passes.phases import module_path
 from soapjax.graph.rules.pools import is_made_of_choices
-from soapjax.graph.trace.program import Atom, FlatEqn, Program, flatten
+from soapjax.graph.trace.flattening import flatten
+from soapjax.graph.trace.program import Atom, FlatEqn, Program
 from soapjax.helpers.own_config import on_plans_mesh
 
 # Values by id (no literal is a key), and by name what an evaluator keeps beside them.

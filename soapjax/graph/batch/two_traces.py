@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from soapjax.graph.trace.program import Atom, FlatEqn, Program, flatten
+from soapjax.graph.trace.flattening import flatten
+from soapjax.graph.trace.program import Atom, FlatEqn, Program
 
 
 def are_alike(small: Program, large: Program) -> bool:

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from soapjax.graph.trace.program import FlatEqn, Program, flatten
+from soapjax.graph.trace.flattening import flatten
+from soapjax.graph.trace.program import FlatEqn, Program
 
 Shape = tuple[int, ...]
 

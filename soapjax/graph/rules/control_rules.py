@@ -13,7 +13,8 @@ import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 
 from soapjax.graph.rules.rule_table import BLOCKED, Labels, SumInside, is_known, labels_of, register
-from soapjax.graph.trace.program import Atom, FlatEqn, Program, flatten
+from soapjax.graph.trace.flattening import flatten
+from soapjax.graph.trace.program import Atom, FlatEqn, Program
 from soapjax.graph.trace.union_find import UnionFind
 from soapjax.graph.trace.values import Values
 

@@ -21,8 +21,9 @@ from soapjax.graph.batch.growth_rules import is_backward
 from soapjax.graph.rules.light_rules import ELEMENTWISE, is_known
 from soapjax.graph.trace.dataflow import follow, needed_for
 from soapjax.graph.trace.explicit_axes import without_layouts
+from soapjax.graph.trace.flattening import flatten
 from soapjax.graph.trace.one_program import for_one_program, noting_device_counts
-from soapjax.graph.trace.program import Program, flatten
+from soapjax.graph.trace.program import Program
 from soapjax.graph.trace.source_lines import line_of_error
 from soapjax.helpers.garbage import fewer_collections
 from soapjax.helpers.own_config import has_explicit_axes, without_mesh
