@@ -273,11 +273,11 @@ def codebooks(state, books, x, y):
 
 
 def normalised(state, constants, x, y):
-    """By the mean of the data set, with frozen layers in a loop; the batch is put into another order."""
-    mean, scale, stacked = constants
+    """By constants that meet before they meet the batch, with frozen layers in a loop; the batch is put into another order."""
+    deviation, scale, stacked = constants
 
     def loss(state):
-        h = ((x - mean) * jnp.exp(scale))[jnp.argsort(y)]
+        h = (x * (jnp.exp(scale) / (1 + deviation**2)))[jnp.argsort(y)]
         h = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w) @ state[0]["a"] @ state[0]["b"], None), h, stacked)[0]
         return (h.sum(1) ** 2).mean()
 

@@ -106,7 +106,7 @@ class SampleDims:
             return any(n is not None and self.uf.find(n) in summed for n in nodes)
 
         shaped = {v for v in candidates if program.avals[v].shape}
-        own = {v: v for v in shaped if not has_samples(v)}  # what is computed of one such input alone -> which
+        own = {v: frozenset({v}) for v in shaped if not has_samples(v)}  # what is computed of such inputs alone -> which
         if len(own) == len(shaped):
             return set()
         found: set[int] = set()
@@ -116,11 +116,12 @@ class SampleDims:
             # Numbers by which rows are picked, or added to, are no weights, whatever is made of them. Nor is what a scatter adds:
             # that goes with its numbers, as the weights of samples do in the derivative of logits that were picked.
             read = eqn.inputs[:1] if eqn.name in BY_NUMBER else eqn.inputs
-            of = {own.get(original[a].root) for a in read if isinstance(a, int) and a in of_something}
-            if len(of) == 1 and None not in of:
-                own.update(dict.fromkeys(eqn.outputs, of.pop()))
+            of = [own.get(original[a].root) for a in read if isinstance(a, int) and a in of_something]
+            inputs = frozenset[int]().union(*(x for x in of if x is not None))
+            if of and None not in of:
+                own.update(dict.fromkeys(eqn.outputs, inputs))
             elif any(map(has_samples, (*eqn.inputs, *eqn.outputs))):
-                found |= of - {None}
+                found |= inputs
         return found
 
     def _sums_of(self, gradients: Iterable[int], given: Iterable[int]) -> set[Hashable]:
