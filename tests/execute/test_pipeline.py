@@ -296,6 +296,7 @@ def test_weights_that_are_given_are_no_batch(step, width):
     x, y = draw(16, width), draw(16)
     micro = micro_step(step, state, given, x, y, num_microbatches=2)
     assert [micro.full.in_paths[k] for k in micro.batch_leaves] == ["x", "y"]
+    assert len(build_graph(micro.full)[1].given) == len(given)
     if step is not normalised:
         assert sample_divisor(build_graph(micro.full)[0]) == 16
         gradient = jax.jit(jax.grad(lambda s, x, y: step(s, given, x, y)[1]))
