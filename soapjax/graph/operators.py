@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import rich.table
 
+FORWARD, BACKWARD, UPDATE = 0, 1, 2  # phases of tasks
 NOT_SPLIT = -1
 HEAVY_RESULT = -1  # among `recomputed_from`: the heavy equation's own result, where it is no tensor of the graph
 
@@ -97,7 +98,7 @@ class Task(NamedTuple):
     """
 
     operator: int
-    phase: int  # 0 forward, 1 backward, 2 update
+    phase: int  # FORWARD, BACKWARD or UPDATE
     kind: str  # operator class for the cost: "dot", "conv", "other"
     dtype: str
     work: tuple[Work, ...]

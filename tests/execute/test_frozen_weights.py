@@ -46,6 +46,22 @@ def updated_by_zeros(state, batch):
     return updated(TRAINED, state, jax.value_and_grad(lambda p: loss_of(p["adapters"], p["base"], batch))(state["params"]))
 
 
+def learned_by_differences(state, batch):
+    """Of a target network, which takes over the parameters now and then."""
+
+    def loss(params):
+        value, target = (h[:, 0] for h in (network(params, batch["x"]), network(state["base"], batch["y"])))
+        return ((value - jax.lax.stop_gradient(1 + target)) ** 2).mean()
+
+    def network(params, x):
+        for w in params:
+            x = x + jnp.tanh(x @ w["up"]) @ w["down"]
+        return x
+
+    new, value = updated(OPTIMIZER, state, jax.value_and_grad(loss)(state["params"]))
+    return {**new, "base": optax.periodic_update(new["params"], state["base"], state["optimizer"][0].count, 2)}, value
+
+
 def arguments(step):
     rng = np.random.default_rng(0)
 
@@ -55,6 +71,8 @@ def arguments(step):
     base = [{"up": normal(WIDTH, 4 * WIDTH), "down": normal(4 * WIDTH, WIDTH)} for _ in range(LAYERS)]
     params = [{"down": normal(WIDTH, RANK), "up": normal(RANK, 4 * WIDTH)} for _ in range(LAYERS)]
     batch = {"x": normal(BATCH, WIDTH), "y": normal(BATCH, WIDTH)}
+    if step is learned_by_differences:
+        return {"params": base, "base": jax.tree.map(lambda w: w / 2, base), "optimizer": OPTIMIZER.init(base)}, batch
     if step is updated_by_zeros:
         params = {"adapters": params, "base": base}
         return {"params": params, "optimizer": TRAINED.init(params)}, batch
@@ -62,8 +80,8 @@ def arguments(step):
     return (state, base, batch) if step is given else (state | {"base": base}, batch)
 
 
-STEPS = [returned, updated_by_zeros, given]
-CASES = sampled([(step, planner) for planner in ("fsdp", "tensor_parallel") for step in STEPS], 5)
+STEPS = [returned, updated_by_zeros, given, learned_by_differences]
+CASES = sampled([(step, planner) for planner in ("fsdp", "tensor_parallel") for step in STEPS], 3)
 
 
 def is_base(path):
@@ -91,6 +109,16 @@ def test_with_micro_batches_too(step, how):
     got, found = planned(*args)
     np.testing.assert_allclose(found, value, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+
+
+def test_a_target_network_has_no_gradient_and_no_moments_of_its_own():
+    step = learned_by_differences
+    found = soapjax.trace(step, *arguments(step))
+    graph, _ = build_graph(found)
+    assert [p.path.split(".")[1] for p in graph.trained] == ["params"] * 2 * LAYERS
+    assert [p.path.split(".")[1] for p in graph.parameters[2 * LAYERS :]] == ["base"] * 2 * LAYERS
+    assert all(len(p.state_leaves) == 2 for p in graph.trained) and not graph.unplaced
+    assert "cond" not in {eqn.name for eqn in found.program.leaves}  # one for all would read all of both networks whole
 
 
 def test_which_are_known_as_such():

@@ -179,6 +179,8 @@ class PlannedEvaluator(ProgramEvaluator):
             for p in self.graph.parameters
         }
         self._regathered = {t for t, how in storage.items() if how.again}
+        read_later = {a.tensor for task in self.graph.tasks if task.phase != FORWARD for a in task.reads}
+        self._gathered_late = self._regathered | {t for t, how in storage.items() if how.axes and t not in read_later}
         # Of what the backward pass gathers from a part that the forward pass leaves it: how that is laid out.
         may_leave = (self.graph.parameters[p].tensor for p in left_parameters(self.graph))
         self._left = {t: self.layouts.left(t, storage[t].again) for t in may_leave if storage[t].again not in ((), storage[t].axes)}
@@ -280,7 +282,7 @@ class PlannedEvaluator(ProgramEvaluator):
             source = layouts.shifted(atom, home) if home is not None else None
             if again and (atom, "left") in cache:
                 value, source, cast = cache[atom, "left"], left, None
-            if tensor in self._regathered:
+            if tensor in self._gathered_late:
                 value = self._not_before(value, env, again)
             if cast is not None:  # where it is kept: what is sent is narrower
                 value = jax.lax.convert_element_type(value, cast)

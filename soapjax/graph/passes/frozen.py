@@ -1,5 +1,5 @@
 """Frozen weights, as those beside which adapters (LoRA) are trained: state that the passes read and the step gives back as it was,
-and weights that come as arguments of their own.
+weights that come as arguments of their own, and target networks, which follow parameters.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class FrozenWeight(NamedTuple):
 
 
 def frozen_weights(step: TracedStep, values: Values, phases: Phases, given: Collection[int]) -> list[FrozenWeight]:
-    """Of a step that trains something: beside parameters, all arrays that come back as they were, of numbers with fractions, or of
-    bytes (quantised weights). Others are random keys, or places of something.
+    """Of a step that trains something: beside parameters, all arrays that come back as they were, or follow parameters, and are of
+    numbers with fractions, or of bytes (quantised weights). Others are random keys, or places of something.
 
     What an optimizer gives an update of zeros (`optax.set_to_zero`) comes back unchanged.
 
@@ -41,7 +41,7 @@ def frozen_weights(step: TracedStep, values: Values, phases: Phases, given: Coll
         is_array = bool(aval.shape) and aval.size > 1 and _is_of_weights(aval.dtype)
         out = program.outputs[step.state_pairs[leaf]] if leaf in step.state_pairs else None
         is_unchanged = value in given if out is None else isinstance(out, int) and _is_unchanged(values, value, out)
-        if leaf not in taken and value in read and is_array and is_unchanged:
+        if leaf not in taken and value in read and is_array and (is_unchanged or leaf in phases.followers):
             found.append(FrozenWeight(step.in_paths[leaf], leaf, value))
     return found
 

@@ -11,21 +11,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from soapjax.graph.passes.flat_updates import gradient_in_pieces
+from soapjax.graph.operators import BACKWARD, FORWARD, UPDATE
 from soapjax.graph.passes.forward_gradients import read_by_forward, updated_by
-from soapjax.graph.passes.projected_updates import only_gradient
-from soapjax.graph.passes.through_branches import ThroughBranches
-from soapjax.graph.trace.program import FlatEqn, Program
+from soapjax.graph.passes.trained import TracedParameter, trained_state
+from soapjax.graph.trace.program import FlatEqn
 from soapjax.graph.trace.tracing import TracedStep, leaf_paths
 from soapjax.graph.trace.values import Values
 
-FORWARD, BACKWARD, UPDATE = 0, 1, 2
 PHASE_NAMES = ("forward", "backward", "update")
 MARK = "soapjax_gradient"
 RECOMPUTED = "transpose(jvp())/rematted_computation"  # the name stack of what is recomputed by a plan's choice
@@ -78,25 +76,10 @@ def is_recompute(eqn: FlatEqn) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class TracedParameter:
-    """A trained leaf: its value, its gradient (a root of the program), and the state that is updated with it."""
-
-    path: str
-    leaf: int  # position among the step's inputs
-    value: int
-    gradient: int
-    state_leaves: tuple[int, ...]  # optimizer state of the same shape, input positions
-
-    @property
-    def leaves(self) -> tuple[int, ...]:
-        """Positions among the step's inputs of all that is updated together: the parameter, then its optimizer state."""
-        return (self.leaf, *self.state_leaves)
-
-
-@dataclasses.dataclass(frozen=True)
 class Phases:
     phase: dict[str, int]  # equation key -> phase
     parameters: tuple[TracedParameter, ...]
+    followers: frozenset[int]  # positions among the step's inputs of weights that follow parameters (trained.py)
     # The first equation that reads what a later phase makes, and the one that makes it: of a second gradient, or one in a loop of
     # updates.
     late: tuple[FlatEqn, FlatEqn] | None
@@ -171,16 +154,16 @@ def find_phases(step: TracedStep, values: Values) -> Phases:
                 read_before.update(values.sources(eqn))
     phase.update(dict.fromkeys(waits, UPDATE))
     phase.update(dict.fromkeys(_before_loops(step, values, phase), FORWARD))
-    parameters = _parameters(step, values, phase, downstream)
+    parameters, followers = trained_state(step, values, phase, downstream)
     late = _first_late(leaves, values, phase)
     if late is not None:
         earlier = read_by_forward(leaves, values, {k for k, p in phase.items() if p == FORWARD})
         other = phase | dict.fromkeys(earlier, FORWARD)
-        others = _parameters(step, values, other, downstream)
+        others, other_followers = trained_state(step, values, other, downstream)
         is_alike = [(p.leaf, p.gradient) for p in others] == [(p.leaf, p.gradient) for p in parameters]
         if is_alike and not updated_by(step, values, {k for k, p in other.items() if p == UPDATE}, earlier):
-            return Phases(other, others, _first_late(leaves, values, other))
-    return Phases(phase, parameters, late)
+            return Phases(other, others, other_followers, _first_late(leaves, values, other))
+    return Phases(phase, parameters, followers, late)
 
 
 @functools.cache
@@ -230,132 +213,3 @@ def _first_late(leaves: Sequence[FlatEqn], values: Values, phase: dict[str, int]
     if first is None or all(eqn.source for eqn in first):
         return first
     return next((pair for pair in found if all(eqn.source for eqn in pair)), first)
-
-
-def _parameters(step: TracedStep, values: Values, phase: dict[str, int], downstream: set[int]) -> tuple[TracedParameter, ...]:
-    """Walks from each state output back through update equations of the same shape to its gradient.
-
-    Where gradients of single examples are clipped and then summed, the gradient is their sum: `phase` gets what leads to it as
-    backward work.
-    """
-    program = step.program
-    read = {root for eqn in program.leaves if phase[eqn.key] != UPDATE for root in values.sources(eqn)}
-    in_avals = step.in_avals
-    gradients: dict[int, int] = {}  # input position -> root of its gradient
-    inside = ThroughBranches()
-
-    def is_backward(eqn: FlatEqn) -> bool:
-        return phase[eqn.key] == BACKWARD
-
-    def is_update(eqn: FlatEqn) -> bool:
-        return phase[eqn.key] == UPDATE
-
-    for i, o in step.state_pairs.items():
-        out, shape = program.outputs[o], tuple(in_avals[i].shape)
-        found, sums = _gradient_of(program, values, phase, inside, out, shape) if isinstance(out, int) else (None, [])
-        sums = [root for root in sums if root in downstream]
-        if found is None and sums and program.inputs[i] in read:
-            found = sums[0]
-            _make_backward(values, phase, found)
-        if found is None and isinstance(out, int) and program.inputs[i] in read:
-            looks = (look(program, values, inside, out, is_backward, is_update) for look in (gradient_in_pieces, only_gradient))
-            found = next((root for root in looks if root is not None), None)
-        if found is not None:
-            gradients[i] = found
-    trained = [i for i in gradients if program.inputs[i] in read]
-    state: dict[int, list[int]] = {}  # gradient -> what else is updated from it
-    averages = _averages_of_old(step, values, phase, inside, {program.inputs[i]: gradients[i] for i in trained}, gradients)
-    of_gradient = gradients | averages
-    for j in sorted(of_gradient.keys() - set(trained)):
-        state.setdefault(of_gradient[j], []).append(j)
-    return tuple(
-        TracedParameter(step.in_paths[i], i, program.inputs[i], gradients[i], tuple(state.get(gradients[i], ()))) for i in trained
-    )
-
-
-def _averages_of_old(
-    step: TracedStep, values: Values, phase: dict[str, int], inside: ThroughBranches, trained: dict[int, int],
-    known: Collection[int],
-) -> dict[int, int]:  # fmt: skip
-    """State that is made of a parameter as it was before the update (an average that lags behind it, a copy), and that only updates
-    read: input position -> the gradient of that parameter.
-
-    Args:
-      trained: gradient by the value of its parameter.
-      known: input positions of state that a gradient is in.
-    """
-    program, found = step.program, dict[int, int]()
-    read = {root for eqn in program.leaves if phase[eqn.key] != UPDATE for root in values.sources(eqn)}
-    for i, o in step.state_pairs.items():
-        shape = tuple(step.in_avals[i].shape)
-        if i in known or program.inputs[i] in read or not isinstance(program.outputs[o], int) or not shape:
-            continue
-        queue = [values.of(program.outputs[o]).root]
-        for root in queue:  # grows
-            if root in trained:
-                found[i] = trained[root]
-                break
-            producer = values.producer.get(root)
-            if producer is not None and phase[producer.key] == UPDATE:
-                operands = inside.operands(producer, root, shape.__eq__)
-                alike = (values.of(a).root for a in operands if tuple(program.avals[a].shape) == shape)
-                queue += [a for a in dict.fromkeys(alike) if a not in queue]
-    return found
-
-
-def _gradient_of(
-    program: Program, values: Values, phase: dict[str, int], inside: ThroughBranches, out: int, shape: tuple[int, ...]
-) -> tuple[int | None, list[int]]:
-    """The nearest backward-phase root of `shape` that `out` is computed from, through update equations of that shape; where none
-    leads to one, also through what is transposed, or has dims of one more or less (Muon iterates on stacks of matrices).
-
-    Also the sums on the way whose operands have another shape and come from the backward phase.
-    """
-    found, sums = _followed(program, values, phase, inside, out, shape, is_alike=lambda other: other == shape)
-    if found is None and not sums:
-        dims = _dims(shape)
-        found, _ = _followed(program, values, phase, inside, out, shape, is_alike=lambda other: _dims(other) == dims)
-    return found, sums
-
-
-def _dims(shape: tuple[int, ...]) -> list[int]:
-    return sorted(n for n in shape if n > 1)
-
-
-def _followed(
-    program: Program, values: Values, phase: dict[str, int], inside: ThroughBranches, out: int, shape: tuple[int, ...],
-    is_alike: Callable[[tuple[int, ...]], bool],
-) -> tuple[int | None, list[int]]:  # fmt: skip
-    """As `_gradient_of`, through update equations of shapes that are alike."""
-    queue, seen = [out], {out}
-    sums: list[int] = []
-    while queue:
-        value = queue.pop(0)
-        root = values.of(value).root
-        producer = values.producer.get(root)
-        if producer is None:
-            if (carry := values.carries.get(root)) is not None and isinstance(carry.init, int) and carry.init not in seen:
-                seen.add(carry.init)  # of a loop over a memory of earlier gradients
-                queue.append(carry.init)
-            continue
-        if phase[producer.key] == BACKWARD and tuple(program.avals[value].shape) == shape:
-            return root, sums
-        if phase[producer.key] == UPDATE:
-            rank = max((len(program.aval(a).shape) for a in producer.inputs), default=0)
-            if producer.name in ("reduce_sum", "dot_general") and rank > len(shape):
-                sums.append(root)
-            fresh = [a for a in inside.operands(producer, root, is_alike) if a not in seen]
-            fresh = [a for a in fresh if is_alike(tuple(program.avals[a].shape))]
-            seen.update(fresh)
-            queue.extend(fresh)
-    return None, sums
-
-
-def _make_backward(values: Values, phase: dict[str, int], root: int) -> None:
-    """Update equations that lead to `root` become backward work."""
-    queue = [root]
-    while queue:
-        producer = values.producer.get(queue.pop())
-        if producer is not None and phase[producer.key] == UPDATE:
-            phase[producer.key] = BACKWARD
-            queue += values.sources(producer)

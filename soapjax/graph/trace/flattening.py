@@ -84,6 +84,8 @@ class _Flattener:
                 results = [before]
             elif not self.has_rule(name) and (closed := made_of(eqn)) is not None:
                 results = self.inline_closed(closed, inputs, path, out, in_scan=in_scan)
+            elif name == "cond" and not any(branch.jaxpr.eqns for branch in eqn.params["branches"]):
+                results = self._chosen(eqn.params["branches"], inputs, path, out)
             elif name == "scan" and (self.unroll or not eqn.params["length"]):
                 results = self._unrolled(eqn, inputs, path, out)
             else:
@@ -130,6 +132,15 @@ class _Flattener:
     def _reduced(self, name: str, axes: tuple[int, ...], a: Atom, stack: str, out: list[dict]) -> Atom:
         """A collective over a vmapped axis is a reduction over a dim; over none it is its operand."""
         return self._traced(lambda x: _OVER_DIMS[name](x, axes), [a], stack, out)[0] if axes else a
+
+    def _chosen(self, branches: Sequence[Any], inputs: list[Atom], stack: str, out: list[dict]) -> list[Atom]:
+        """A `cond` that computes nothing chooses among values, each by itself: a target network that is replaced now and then."""
+
+        def choose(which: Any, *operands: Any) -> list[Any]:
+            made = [jex_core.jaxpr_as_fun(branch)(*operands) for branch in branches]
+            return [jax.lax.select_n(which, *values) for values in zip(*made, strict=True)]
+
+        return self._traced(choose, inputs, stack, out)
 
     def _before_reshape(self, a: Atom, aval: Any) -> Atom | None:
         """What a sum over dims of one element that a reshape put in takes out again; None of any other sum.
