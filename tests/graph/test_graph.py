@@ -311,7 +311,7 @@ def test_a_hand_marked_gradient_is_the_boundary():
 
 
 def test_an_average_of_parameters_as_they_were_is_kept_beside_them():
-    """One that lags a step behind; a target network of another shape, and one that the loss reads, are no such."""
+    """One that lags a step behind; a target network of another shape is no such, one that the loss reads is stored by itself."""
 
     def step(state, x):
         w, average, target, other = state
@@ -320,7 +320,7 @@ def test_an_average_of_parameters_as_they_were_is_kept_beside_them():
 
     w = jnp.ones((8, 4))
     graph, _ = build_graph(trace(step, (w, w, w, w.T), jnp.ones((2, 8))))
-    assert [(p.path, p.state_leaves) for p in graph.parameters] == [("state.0", (1,))]
+    assert [(p.path, p.state_leaves) for p in graph.parameters] == [("state.0", (1,)), ("state.2", ())]
 
 
 @pytest.mark.parametrize("kind", ["fori", "scan", "while", "lags"])
