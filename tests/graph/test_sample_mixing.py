@@ -137,6 +137,12 @@ REGROUPED = {
     "halves by slices": (lambda w, x: paired(hidden(w, x)[: len(x) // 2], hidden(w, x)[len(x) // 2 :]), True),
     "halves by a reshape": (lambda w, x: paired(*hidden(w, x).reshape(2, -1, WIDTH)), True),
     "means of halves": (lambda w, x: (hidden(w, x).reshape(2, -1, WIDTH).mean(0) ** 3).mean(), True),
+    "halves, joined again": (
+        lambda w, x: (lambda one, other: (hidden(w, jnp.concatenate([one, 2 * other])) ** 2).mean())(*jnp.split(x, 2)), True,
+    ),
+    "groups, flattened again": (
+        lambda w, x: (lambda z: ((z - z.mean(0)).reshape(-1, WIDTH) ** 4).mean())(hidden(w, x).reshape(2, -1, WIDTH)), True,
+    ),
     "added up by a loop": (lambda w, x: looped(lambda c, h: (c + (h**2).sum(), None), hidden(w, x))[0], False),
     "added up by a loop, as it grows": (lambda w, x: looped(lambda c, h: (c + (h**2).sum(), c), hidden(w, x))[1].mean(), True),
     "discounted by a loop": (lambda w, x: looped(lambda c, h: (0.9 * c + (h**2).sum(), None), hidden(w, x))[0], True),
@@ -158,3 +164,25 @@ def test_samples_that_are_put_side_by_side_are_found(name):
     micro = micro_step(lambda w, x: w - 0.1 * jax.grad(loss)(w, x), w, x, num_microbatches=PARTS)
     mixing = micro.growth.mixing(micro.step.program.outputs)
     assert (mixing.any() is not None or mixing.chain() is not None) == differs
+
+
+def drawn(key, x, *shape):
+    return jax.random.randint(key, (len(x), *shape), 0, WIDTH)
+
+
+AT_DRAWN_PLACES = {
+    "shuffled": (lambda z, key: z * z[jax.random.permutation(key, len(z))], True),
+    "places within each": (lambda z, key: z[jnp.arange(len(z))[:, None], drawn(key, z, 2)], False),
+    "rows of a table": (lambda z, key: z * jnp.eye(WIDTH)[drawn(key, z)], False),
+}
+
+
+@pytest.mark.parametrize("name", AT_DRAWN_PLACES)
+def test_samples_that_are_read_at_drawn_places_are_found(name):
+    of, is_other = AT_DRAWN_PLACES[name]
+
+    def step(w, key, x):
+        return w - 0.1 * jax.grad(lambda w: (of(hidden(w, x), key) ** 2).mean())(w)
+
+    micro = micro_step(step, jnp.eye(WIDTH), jax.random.key(0), jnp.ones((BATCH, WIDTH)), num_microbatches=PARTS)
+    assert (micro.growth.mixing(micro.step.program.outputs).drawn_places() is not None) == is_other

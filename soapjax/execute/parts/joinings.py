@@ -197,7 +197,7 @@ def _check_samples(micro: MicroStep, gradients: Sequence[int], unknown: str) -> 
             remedy = "add both gradients up in the step itself (jax.lax.scan over parts of the batch), or use one micro-batch"
             raise SoapjaxError(Problem("train step", value, expected, remedy))
         warn_once(_STATISTIC, f"{statistic.source or statistic.name} ({list(mixing.shape(statistic))})")
-    if moved is not None:
+    if (moved := moved or mixing.drawn_places()) is not None:
         warn_once(_ORDER, f"{moved.source or moved.name} ({moved.name}: {list(mixing.shape(moved))})")
 
 

@@ -18,6 +18,7 @@ import jax
 from soapjax.graph.trace.dataflow import follow
 from soapjax.graph.trace.program import Program
 
+DRAWS = ("random_", "threefry")  # how the names of primitives begin by which random numbers are drawn
 _DRAWS = {"random_bits", "random_gamma"}
 _CLOSED = {"while", "cond"}
 

@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from soapjax.graph.batch.draws import is_key
+from soapjax.graph.batch.draws import DRAWS, is_key
 from soapjax.graph.batch.growth_rules import is_backward
 from soapjax.graph.batch.sample_order import SampleOrder
 from soapjax.graph.batch.two_traces import are_alike, branches_of
@@ -101,6 +101,13 @@ class SampleMixing(SampleOrder):
     def order(self) -> FlatEqn | None:
         """An equation that moves, sorts or accumulates along the batch; None where there is none."""
         return next((e for e in self.needed if self._is_along_batch(e)), None) or self._inside(SampleMixing.order)
+
+    def drawn_places(self) -> FlatEqn | None:
+        """An equation that reads other samples at places that are drawn, as of a batch that is shuffled for mixup; or None."""
+        drawn = {o for e in self.small.leaves if e.name.startswith(DRAWS) for o in e.outputs}
+        follow(self.small, drawn)
+        found = next((e for e in self.needed if e.name == "gather" and self._is_at_drawn(e, drawn)), None)
+        return found or self._inside(SampleMixing.drawn_places)
 
     def chain(self) -> FlatEqn | None:
         """A loop over samples, or chunks of them, that hands on more than sums from one to the next; None where there is none."""
@@ -232,6 +239,17 @@ class SampleMixing(SampleOrder):
         is_fixed = source in self.data and not self._dims(numbers) and not self._dims(eqn.outputs[0])
         is_of_batch = isinstance(numbers, int) and numbers in self.data and numbers not in placed
         return is_of_batch or (is_fixed and is_outermost and eqn.name == "gather")
+
+    def _is_at_drawn(self, eqn: FlatEqn, drawn: Collection[int]) -> bool:
+        """Of several numbers for each place, as of a token within a sample, those that say which sample decide."""
+        source, numbers = eqn.inputs
+        over = eqn.params["dimension_numbers"].start_index_map
+        if source not in self.data or self._dims(source).isdisjoint(over):
+            return False
+        made_by = self.producer.get(numbers) if isinstance(numbers, int) else None
+        if made_by is not None and made_by.name == "concatenate" and len(made_by.inputs) == len(over):
+            return any(a in drawn for a, d in zip(made_by.inputs, over, strict=True) if d in self._dims(source))
+        return numbers in drawn
 
     def _takes_a_window(self, eqn: FlatEqn) -> bool:
         """Whether so many samples are taken whatever the batch, from a place that is not known to be the first."""

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from soapjax.graph.batch.chunks import chained, chunked, has_more_trips
-from soapjax.graph.batch.draws import is_key
+from soapjax.graph.batch.draws import DRAWS, is_key
 from soapjax.graph.batch.growth_rules import is_backward
 from soapjax.graph.batch.two_traces import are_alike
 from soapjax.graph.rules.heavy_rules import POOLS, SCATTERS
@@ -75,7 +75,7 @@ class SampleOrder:
         if eqn.name == "slice":
             return any(self._takes_some(eqn, d) for d in dims)
         if eqn.name == "split":
-            return p["axis"] in dims and (self.small.avals[source].shape[p["axis"]], len(p["sizes"])) not in self._joined
+            return p["axis"] in dims and not self._was_joined(eqn, self.small.avals[source].shape[p["axis"]], len(p["sizes"]))
         if eqn.name == "reshape":
             return not is_backward(eqn) and self._puts_side_by_side(eqn)
         if eqn.name == "conv_general_dilated" and not is_backward(eqn):
@@ -111,7 +111,7 @@ class SampleOrder:
             follow(e.body, inside := set(chained(e, self._made_by.get)))
             counted |= inside | {o for o, i in zip(e.outputs, e.body.outputs, strict=True) if i in inside}
         counted -= self.data
-        drawn = {o for e in small.leaves if e.name.startswith(("random_", "threefry")) for o in e.outputs}
+        drawn = {o for e in small.leaves if e.name.startswith(DRAWS) for o in e.outputs}
         follow(small, counted, frozenset(drawn))
         return counted
 
@@ -137,12 +137,27 @@ class SampleOrder:
             return size % stride != 0 or start >= stride or -(-(limit - start) // stride) != size // stride
         taken = max(limit - start, 1)
         is_a_part = size % taken == 0 and start % taken == 0
-        return (start, limit) != (0, size) and not (is_a_part and (size, size // taken) in self._joined)
+        return (start, limit) != (0, size) and not (is_a_part and self._was_joined(eqn, size, size // taken))
+
+    def _was_joined(self, eqn: FlatEqn, size: int, number: int) -> bool:
+        """Whether the `size` samples that it reads are `number` batches one behind the other.
+
+        A derivative takes apart what the forward pass joined, and need not be made of that.
+        """
+        made = self._joined.get((size, number))
+        return made is not None and (is_backward(eqn) or not made.isdisjoint(eqn.read))
 
     @functools.cached_property
-    def _joined(self) -> set[tuple[int, int]]:
-        """(size, number): dims of so many samples that are so many batches one behind the other: joined, or flattened."""
-        return {found for eqn in self.needed if not is_backward(eqn) for found in self._joined_by(eqn)}
+    def _joined(self) -> dict[tuple[int, int], set[int]]:
+        """(size, number) -> what was joined, or flattened, to so many samples, so many batches one behind the other, and what is
+        made of that. What is taken apart first and joined again later was no such thing."""
+        found: dict[tuple[int, int], set[int]] = {}
+        for eqn in self.needed:
+            for key in () if is_backward(eqn) else self._joined_by(eqn):
+                found.setdefault(key, set()).add(eqn.outputs[0])
+        for made in found.values():
+            follow(self.small, made)
+        return found
 
     def _joined_by(self, eqn: FlatEqn) -> Iterator[tuple[int, int]]:
         out, dims = eqn.outputs[0], self._dims(eqn.outputs[0])
@@ -165,4 +180,4 @@ class SampleOrder:
         before, after = self._before_samples(source), self._before_samples(result)
         if not 0 < before < after:
             return False
-        return (self.small.aval(source).shape[min(self._dims(source))], after // before) not in self._joined
+        return not self._was_joined(eqn, self.small.aval(source).shape[min(self._dims(source))], after // before)
