@@ -468,13 +468,26 @@ def test_factors_of_a_merged_weight_do_not_hide_the_batch():
     assert_as_plain(step, ({"a": a, "b": b}, {"w": w, "v": v}, x, y), microbatches=2)
 
 
-def test_a_state_with_a_row_per_sample_is_named():
+def handing_on(besides=0.0):
+    """A step that hands on a row for every sample, beside moments which are as long by chance, and its arguments."""
+
     def step(s, x, y):
-        g = jax.grad(lambda p: ((net(p, x) + s["carry"] - y) ** 2).mean())(s["p"])
-        return {"p": jax.tree.map(lambda p, g: p - 0.1 * g, s["p"], g), "carry": net(s["p"], x)}
+        g = jax.grad(lambda p: ((net(p, x) + s["carry"] + besides - y) ** 2).mean())(s["p"])
+        m = jax.tree.map(lambda m, g: 0.9 * m + g, s["m"], g)
+        return {"p": jax.tree.map(lambda p, m: p - 0.1 * m, s["p"], m), "m": m, "carry": net(s["p"], x)}, s["carry"].mean()
 
     s, x, y = arguments(np.int32(0))
-    args = {"p": s["p"], "carry": np.zeros((BATCH, 5), np.float32)}, x, y
+    p = s["p"] | {"a": s["p"]["a"][:BATCH]}
+    return step, ({"p": p, "m": jax.tree.map(np.zeros_like, p), "carry": y * 0.5}, x[:, :BATCH], y)
+
+
+@pytest.mark.parametrize("how", [{"microbatches": 2}, PIPELINE], ids=["two", "pipeline"])
+def test_a_state_with_a_row_per_sample_is_cut_with_the_batch(how):
+    assert_as_plain(*handing_on(), **how)
+
+
+def test_a_state_with_a_row_per_sample_is_named_where_it_cannot_be_cut():
+    step, args = handing_on(np.ones((BATCH, 5), np.float32))
     with pytest.raises(SoapjaxError, match="state is not cut, and s.carry has 8 rows"):
         soapjax.soap_shard(step, topology="cpu8", proposals=8, microbatches=2)(*args)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.graph.passes.build import build_graph
+from soapjax.graph.passes.build import Binding, build_graph
 from soapjax.graph.trace.tracing import TracedStep
 
 
@@ -73,6 +73,24 @@ def behind_time(step: TracedStep, leaves: tuple[int, ...]) -> dict[int, int]:
     that a trajectory should go through, beside those where it begins."""
     size = step.in_avals[leaves[0]].shape[0]
     return {i: 1 for i, s in _others(step, leaves).items() if s[1:2] == (size,)}
+
+
+def untrained_state(step: TracedStep, binding: Binding) -> list[int]:
+    """Input leaves that the step returns anew, and of which there is no gradient."""
+    return [k for k in step.state_pairs if step.program.inputs[k] not in binding.phases.trained]
+
+
+def states_of_samples(step: TracedStep, size: int) -> Iterator[list[dict[int, int]]]:
+    """What may be the samples' of the state that no gradient is of, as a recurrent net's hidden state from one step to the next:
+    all of it that is as long as the batch; else that of one argument, or of one part of an argument, beside moments of weights
+    which are as long by chance. By input leaf the leading dim; one list of choices after the other."""
+    state = untrained_state(step, build_graph(step)[1])
+    rows = {k: 0 for k in state if step.in_avals[k].shape[:1] == (size,)}
+    for depth in (0, 1, 2) if rows else ():
+        found: dict[tuple[str, ...], dict[int, int]] = collections.defaultdict(dict)
+        for k in rows:
+            found[tuple(step.in_paths[k].split(".")[:depth])][k] = 0
+        yield list(found.values())
 
 
 def _others(step: TracedStep, leaves: tuple[int, ...]) -> dict[int, tuple[int, ...]]:

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.parts.batch_axes import batch_leaves, behind_time, second_dims
+from soapjax.execute.parts.batch_axes import batch_leaves, behind_time, second_dims, states_of_samples, untrained_state
 from soapjax.execute.parts.cut import phase_of
 from soapjax.execute.parts.part_problems import problems_of_part
 from soapjax.graph.batch.draws import draws_alike
@@ -168,7 +168,7 @@ def _parts(
 
     def parts(dims: dict[int, int]) -> tuple[TracedStep, dict[int, int], Growth]:
         _require_divisor(full, dims, num)
-        small, dims = _smallest(lambda of: traced(_size(full, dims) // num, of), full, dims)
+        small, dims = _smallest(lambda of: traced(_size(full, dims) // num, of), full, dims, cuts_state=adds_up)
         if adds_up:
             program = with_size_of_whole(small.program, full.program, {small.program.inputs[k] for k in dims})
             small = dataclasses.replace(small, program=program)
@@ -219,7 +219,7 @@ def _growth(
     graph, binding = build_graph(full)
     found = growth_of(
         small, full, tuple(dims), num, samples=_size(full, dims), with_samples=with_samples,
-        state_leaves=_untrained_state(full, binding), given_leaves=_given(full, binding, dims),
+        state_leaves=[k for k in untrained_state(full, binding) if k not in dims], given_leaves=_given(full, binding, dims),
         updates={e.key for e in full.program.eqns if phase_of(e, graph, binding) == UPDATE},
     )  # fmt: skip
     if not found.is_known:
@@ -229,24 +229,33 @@ def _growth(
 
 
 def _smallest(
-    traced: Callable[[Mapping[int, int]], TracedStep], full: TracedStep, dims: dict[int, int]
+    traced: Callable[[Mapping[int, int]], TracedStep], full: TracedStep, dims: dict[int, int], *, cuts_state: bool
 ) -> tuple[TracedStep, dict[int, int]]:  # fmt: skip
-    """The step with one micro-batch, and which inputs have the batch: also such as begin with time, where that cannot be traced
-    without; or not all that are as long, where it can be without some of them (a table of positions, as many as there are samples).
+    """The step with one micro-batch, and which inputs have the batch: also such as begin with time, or what the step hands on for
+    every sample (the hidden state of a recurrent net), where it cannot be traced without; or not all that are as long, where it can
+    be without some of them (a table of positions, as many as there are samples).
 
     Raises: SoapjaxError where it cannot be traced so either, or in two ways.
     """
     try:
         return traced(dims), dims
     except SoapjaxError as e:
+        found: list[tuple[TracedStep, dict[int, int]]]
         if not any(dims.values()) and (more := behind_time(full, tuple(dims))):
             with contextlib.suppress(SoapjaxError):
                 return traced(dims | more), dims | more
+        for parts in states_of_samples(full, _size(full, dims)) if cuts_state else ():
+            found = []
+            for more in parts:
+                with contextlib.suppress(SoapjaxError):
+                    found.append((traced(dims | more), dims | more))
+            if len(found) == 1:
+                return found[0]
         arguments = collections.defaultdict(list)
         for i in dims:
             arguments[full.in_paths[i].partition(".")[0]].append(i)
+        found = []
         units = list(arguments.values()) if len(arguments) > 1 else [[i] for i in dims]
-        found: list[tuple[TracedStep, dict[int, int]]] = []
         for num in reversed(range(1, len(units) if len(units) <= _MOST_UNITS else 1)):
             for chosen in itertools.combinations(units, num):
                 with contextlib.suppress(SoapjaxError):
@@ -323,11 +332,6 @@ def _every_second(step: TracedStep, dims: Mapping[int, int], size: int) -> Itera
         if e.name == "slice" and e.inputs[0] in of_data and not is_backward(e):
             shape, strides = program.aval(e.inputs[0]).shape, e.params["strides"] or ()
             yield from ((e.source, d) for d, stride in enumerate(strides) if stride == 2 and shape[d] == size)
-
-
-def _untrained_state(step: TracedStep, binding: Binding) -> list[int]:
-    """Input leaves that the step returns anew, and of which there is no gradient."""
-    return [k for k in step.state_pairs if step.program.inputs[k] not in binding.phases.trained]
 
 
 def _given(step: TracedStep, binding: Binding, batch: Collection[int]) -> list[int]:
