@@ -4,7 +4,7 @@
 the custom rules would be lost) and other libraries' primitives that are made of JAX's, gives every value one integer id that is
 unique over all nesting levels, prepends the caller's name stack, and drops
 dead equations. Loops (`scan`) keep their body as a nested `Program`; `while`
-and `cond` stay opaque equations.
+and `cond` stay opaque equations, but for the choice of updates (choices.py).
 
 >>> closed = jax.jit(lambda x: jnp.sin(x) @ x).trace(jnp.ones((4, 4))).jaxpr
 >>> [e.primitive.name for e in flatten(closed).eqns]
@@ -19,10 +19,11 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
+from soapjax.graph.trace.choices import chosen, is_choice_of_updates
 from soapjax.graph.trace.empty_values import without_operands
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
 from soapjax.graph.trace.source_lines import Call
-from soapjax.graph.trace.trips import Trip
+from soapjax.graph.trace.trips import Trip, loop_params
 from soapjax.graph.trace.unstacking import Unstacked, Unstacking
 
 # Primitives whose sub-jaxpr is inlined. Not "whatever has a sub-jaxpr": scatter carries one too.
@@ -43,8 +44,8 @@ _OVER_DIMS = {"psum": jax.lax.reduce_sum, "pmax": jax.lax.reduce_max, "pmin": ja
 
 
 class _Flattener:
-    def __init__(self, unroll: bool, has_rule: Callable[[str], bool]):
-        self.unroll, self.has_rule = unroll, has_rule
+    def __init__(self, unroll: bool, has_rule: Callable[[str], bool], elementwise: Container[str]):
+        self.unroll, self.has_rule, self.elementwise = unroll, has_rule, elementwise
         self.avals: dict[int, Any] = {}
         self._loops = 0  # that were unrolled
         self._reshaped: dict[Atom, Atom] = {}  # what a reshape made -> of what
@@ -84,8 +85,8 @@ class _Flattener:
                 results = [before]
             elif not self.has_rule(name) and (closed := made_of(eqn)) is not None:
                 results = self.inline_closed(closed, inputs, path, out, in_scan=in_scan)
-            elif name == "cond" and not any(branch.jaxpr.eqns for branch in eqn.params["branches"]):
-                results = self._chosen(eqn.params["branches"], inputs, path, out)
+            elif name == "cond" and not in_scan and is_choice_of_updates(eqn, self.elementwise):
+                results = self._chosen(eqn, inputs, path, out)
             elif name == "scan" and (self.unroll or not eqn.params["length"]):
                 results = self._unrolled(eqn, inputs, path, out)
             else:
@@ -133,10 +134,7 @@ class _Flattener:
         """A collective over a vmapped axis is a reduction over a dim; over none it is its operand."""
         return self._traced(lambda x: _OVER_DIMS[name](x, axes), [a], stack, out)[0] if axes else a
 
-    def _chosen(self, branches: Sequence[Any], inputs: list[Atom], stack: str, out: list[dict]) -> list[Atom]:
-        """A `cond` that computes nothing chooses among values, each by itself: a target network that is replaced now and then."""
-
-        def choose(which: Any, *operands: Any) -> list[Any]:
+    def choose(which: Any, *operands: Any) -> list[Any]:
             made = [jex_core.jaxpr_as_fun(branch)(*operands) for branch in branches]
             return [jax.lax.select_n(which, *values) for values in zip(*made, strict=True)]
 
@@ -158,6 +156,12 @@ class _Flattener:
         results = self._traced(lambda x: jax.lax.reshape(jax.lax.transpose(x, order), sizes), inputs, stack, out)
         self._calls = around
         return results
+
+    def _chosen(self, eqn: Any, inputs: list[Atom], path: str, out: list[dict]) -> list[Atom]:
+        """Both branches of a `cond`, and of their results those of one (choices.py)."""
+        index, *given = inputs
+        branches = [self.inline_closed(b, given, path, out) for b in eqn.params["branches"]]
+        return [a if a is b else self._traced(chosen, [index, a, b], path, out)[0] for a, b in zip(*branches, strict=True)]
 
     def _traced(self, fn: Callable[..., Any], args: list[Atom], stack: str, out: list[dict]) -> list[Atom]:
         """Inlines a small function of our own over atoms."""
@@ -221,14 +225,6 @@ class _Flattener:
         return [*carry, *(stacked(column, v.aval) for column, v in zip(ys, eqn.outvars[num_carry:], strict=True))]
 
 
-def loop_params(params: dict[str, Any]) -> dict[str, Any]:
-    """A scan's parameters, with the numbers of constants and of carried values (jax 0.11 has trees of both instead)."""
-    if "num_consts" in params:
-        return params
-    consts, carry, _ = (len(list(tree)) for tree in params["ft_in"].unpack())
-    return {k: v for k, v in params.items() if k not in ("ft_in", "ft_out")} | dict(num_consts=consts, num_carry=carry)
-
-
 def _solver(params: dict[str, Any], inputs: list[Atom]) -> tuple[Any, list[Atom]]:
     """The jaxpr that solves, of those of a linear solve, and what it is called with: its own constants and the right-hand sides."""
     lengths = params["const_lengths"]
@@ -270,7 +266,7 @@ def flatten(
       elementwise: names of primitives that work element by element, for that.
       stack: the names under which it is called.
     """
-    f = _Flattener(unroll, has_rule)
+    f = _Flattener(unroll, has_rule, elementwise)
     args = [f.fresh(v.aval) for v in closed.jaxpr.invars]
     records: list[dict] = []
     results = f.inline_closed(closed, args, stack, records)
