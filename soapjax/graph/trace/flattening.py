@@ -134,12 +134,6 @@ class _Flattener:
         """A collective over a vmapped axis is a reduction over a dim; over none it is its operand."""
         return self._traced(lambda x: _OVER_DIMS[name](x, axes), [a], stack, out)[0] if axes else a
 
-    def choose(which: Any, *operands: Any) -> list[Any]:
-            made = [jex_core.jaxpr_as_fun(branch)(*operands) for branch in branches]
-            return [jax.lax.select_n(which, *values) for values in zip(*made, strict=True)]
-
-        return self._traced(choose, inputs, stack, out)
-
     def _before_reshape(self, a: Atom, aval: Any) -> Atom | None:
         """What a sum over dims of one element that a reshape put in takes out again; None of any other sum.
 
