@@ -179,6 +179,7 @@ def test_what_a_plan_computes_again_draws_the_same():
     assert np.linalg.norm(np.asarray(gradient) - wanted) <= 1e-9 * np.linalg.norm(wanted)
 
 
+@pytest.mark.slow
 def test_the_proof_knows_what_a_micro_batch_draws():
     state, batch = arguments()
     leaves = jax.tree_util.tree_leaves((state, batch))

@@ -41,7 +41,8 @@ def test_a_language_model():
     check(Case(*language_model()))
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("1f1b", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["zb-h1", "1f1b"])
 def test_a_language_model_in_stages(schedule):
     """What an earlier stage reads through a barrier, which stands between layers that are computed again, is not put off."""
     step, args = language_model()

@@ -79,6 +79,7 @@ def test_a_step_that_does_not_add_up_keeps_its_plan_and_says_why(too_small):
     assert any(n.startswith("micro-batches do not help: ") for n in plan.provenance.notes)
 
 
+@pytest.mark.slow
 def test_a_number_is_kept_to(step, expected):
     fn, *arguments = step
     same(soap_shard(fn, topology="cpu8", microbatches=4, proposals=100)(*arguments), expected)

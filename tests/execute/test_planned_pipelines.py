@@ -262,6 +262,7 @@ def test_stages_that_micro_batches_cannot_run_are_not_planned(name):
             planned()
 
 
+@pytest.mark.slow
 def test_a_batch_whose_size_is_another_dims():
     """Of a batch of 24 the product of weights and samples is square, of its micro-batches it is not: that is the same step."""
 

@@ -67,6 +67,7 @@ def test_stages_that_recompute_are_proven(schedule, stages, num):
     assert found.reference == "the whole batch" and found.numbers.is_proven, found.numbers
 
 
+@pytest.mark.slow
 def test_what_an_earlier_stage_waits_for_is_not_put_off():
     """Not through a barrier either, behind which cotangents wait for what is recomputed: every part reads what others have made."""
     arguments = abstract("transformer_lm", batch=8, seq=16, width=16, layers=4, heads=2, vocab=64)

@@ -216,6 +216,7 @@ def test_a_pipeline_in_loops_is_proven(schedule, short_loops):
     assert made.pieces is not None and found.numbers.is_proven and inspected.ops.planned_ops > 0, found
 
 
+@pytest.mark.slow
 def test_the_size_of_the_batch_is_the_whole_ones_in_loops_too(short_loops):
     step, args = transformer()
 

@@ -157,7 +157,7 @@ LATER = {
 
 
 @pytest.mark.parametrize("how", [{"microbatches": 4}, {"pipeline": "1f1b", "stages": 2, "microbatches": 2}], ids=["one", "stages"])
-@pytest.mark.parametrize("name", sampled(LATER, 3))
+@pytest.mark.parametrize("name", sampled(LATER, 5))
 def test_what_updates_and_metrics_divide_by_is_the_whole_batchs(name, how):
     """A sum of errors whose gradient is divided after it was made, and metrics of all samples that are divided by such a number."""
     divisor = LATER[name]
@@ -462,7 +462,7 @@ CHUNKED = {
 
 
 @pytest.mark.parametrize("num", (2, 4))
-@pytest.mark.parametrize("name", sampled(CHUNKED, 2))
+@pytest.mark.parametrize("name", sampled(CHUNKED, 4))
 def test_a_loss_added_up_in_chunks_is_the_whole_batchs(name, num, caplog):
     rng = np.random.default_rng(0)
     weights = {"e": rng.normal(size=(VOCAB, WIDTH)).astype(np.float32), "o": rng.normal(size=(WIDTH, VOCAB)).astype(np.float32)}

@@ -86,7 +86,7 @@ HOWS = {"argvalues": [{"microbatches": 2}, {"microbatches": BATCH}, PIPELINE], "
 
 
 @pytest.mark.parametrize("how", **HOWS)
-@pytest.mark.parametrize("name", sampled(EXTRAS, 3))
+@pytest.mark.parametrize("name", sampled(EXTRAS, 5))
 def test_state_is_that_of_the_whole_batch(name, how):
     extra, begin = EXTRAS[name]
     assert_as_plain(step_with(extra), arguments(begin), **how)
@@ -101,7 +101,7 @@ DIVISORS = {
 
 
 @pytest.mark.parametrize("how", [{"microbatches": 4}, PIPELINE], ids=["four", "pipeline"])
-@pytest.mark.parametrize("name", DIVISORS)
+@pytest.mark.parametrize("name", sampled(DIVISORS, 2))
 def test_a_gradient_may_be_divided_after_it_was_made(name, how):
     def step(s, x, y):
         loss, g = jax.value_and_grad(lambda p: ((net(p, x) - y) ** 2).sum())(s["p"])
@@ -349,7 +349,7 @@ def step_with_running(name):
 
 
 @pytest.mark.parametrize("how", **HOWS)
-@pytest.mark.parametrize("name", sampled(RUNNING, 3))
+@pytest.mark.parametrize("name", sampled(RUNNING, 5))
 def test_running_statistics_that_passes_read_are_the_whole_batchs(name, how, caplog):
     s, x, y = arguments(np.int32(0))
     assert_as_plain(step_with_running(name), ({"p": s["p"], "seen": jnp.zeros(x.shape[1])}, x, y), **how)
@@ -412,7 +412,7 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", sampled(CHOICES, 2))
 def test_a_loss_within_a_cond_is_that_of_the_whole_batch(name, caplog):
     def step(s, x, y):
         loss, grads = jax.value_and_grad(lambda p: CHOICES[name](s["on"], (net(p, x) - y) ** 2, jnp.abs(y)))(s["p"])

@@ -208,6 +208,7 @@ def test_probabilities_are_those_that_devices_were_drawn_with(method):
         np.testing.assert_array_equal(np.asarray(device[b])[:6], np.asarray(draw.device)[m, p, slots[m, :6]])
 
 
+@pytest.mark.slow
 @methods
 def test_what_is_rewarded_gets_more_likely(method):
     """Placements that put operator 0 on device 1 are rewarded, and no others: a few steps, and most draws do.
@@ -244,6 +245,7 @@ def test_rewards_grow_as_costs_fall():
     np.testing.assert_allclose(reward_of(costs[:3], 1.0, small(REINFORCE)), -np.sqrt(costs[:3]))
 
 
+@pytest.mark.slow
 @methods
 def test_the_best_split_of_two_branches_is_found(method):
     problem = two_branches()

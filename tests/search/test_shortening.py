@@ -73,6 +73,7 @@ def drawn(problem, fewer, count):
 MEMORY_OFF = {False: (1e-4, 1e-5), True: (0.3, 0.03)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology, remat", sampled([("2x4", True), ("2x4", False), ("a100x8", False)], 3))
 def test_scores_are_those_of_the_whole_graph(topology, remat):
     problem = problem_of(topology, remat=remat, tie=remat)
