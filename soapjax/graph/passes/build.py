@@ -273,7 +273,8 @@ class _Builder:
                     parameter=p, structure=structure, equations=TaskEquations(tuple(equations[p])),
                 )  # fmt: skip
             )  # fmt: skip
-        return [*parameters, *(self._frozen(one, first_reader[one.value]) for one in self.frozen)], updates
+        frozen = [self._frozen(one, first_reader[one.value]) for one in self.frozen if one.value in first_reader]
+        return [*parameters, *frozen], updates
 
     def _frozen(self, one: FrozenWeight, owner: int) -> Parameter:
         tensor = self.tensors.index(one.value)
