@@ -4,7 +4,7 @@
 the custom rules would be lost) and other libraries' primitives that are made of JAX's, gives every value one integer id that is
 unique over all nesting levels, prepends the caller's name stack, and drops
 dead equations. Loops (`scan`) keep their body as a nested `Program`; `while`
-and `cond` stay opaque equations, but for the choice of updates (choices.py).
+and `cond` stay opaque equations, but for the choice of updates (conditionals.py).
 
 >>> closed = jax.jit(lambda x: jnp.sin(x) @ x).trace(jnp.ones((4, 4))).jaxpr
 >>> [e.primitive.name for e in flatten(closed).eqns]
@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
-from soapjax.graph.trace.choices import chosen, is_choice_of_updates
+from soapjax.graph.trace.conditionals import chosen, is_choice_of_updates
 from soapjax.graph.trace.empty_values import without_operands
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
 from soapjax.graph.trace.source_lines import Call
@@ -152,7 +152,7 @@ class _Flattener:
         return results
 
     def _chosen(self, eqn: Any, inputs: list[Atom], path: str, out: list[dict]) -> list[Atom]:
-        """Both branches of a `cond`, and of their results those of one (choices.py)."""
+        """Both branches of a `cond`, and of their results those of one (conditionals.py)."""
         index, *given = inputs
         branches = [self.inline_closed(b, given, path, out) for b in eqn.params["branches"]]
         return [a if a is b else self._traced(chosen, [index, a, b], path, out)[0] for a, b in zip(*branches, strict=True)]
