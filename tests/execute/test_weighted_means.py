@@ -190,6 +190,7 @@ def test_under_every_schedule(schedule, stages, num, chunks):
     assert_right(step_of(LOSSES["kept from zero"]), schedule, stages, num, chunks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropped", sampled([True, False], 2))
 def test_it_is_proven(dropped):
     """With random numbers of its own for every micro-batch, too, where the micro-batches on one device are the reference."""

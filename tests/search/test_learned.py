@@ -287,6 +287,7 @@ def test_the_partition_network_begins_with_what_is_colocated():
     assert (np.asarray(logits).argmax(1)[:count] == fixed[:count]).mean() > 0.9
 
 
+@pytest.mark.slow
 @methods
 def test_it_is_decided_by_its_key_and_ends_by_its_budget(method):
     problem, planner = two_branches(), functools.partial(learned, method)

@@ -114,6 +114,7 @@ def test_runs_of_an_encoder_and_a_decoder_are_both_cut():
         np.testing.assert_allclose([getattr(e, name) for e in one], [getattr(e, name) for e in other], rtol=most)
 
 
+@pytest.mark.slow
 def test_strategies_go_there_and_back():
     problem = problem_of("2x4")
     fewer = fewer_blocks(problem)
