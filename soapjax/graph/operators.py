@@ -170,6 +170,10 @@ class Parameter(NamedTuple):
     storage_dims: tuple[int, ...]  # dims that extra storage axes may split, best first
 
     @property
+    def is_frozen(self) -> bool:
+        return self.gradient == NO_GRADIENT
+
+    @property
     def leaves(self) -> tuple[int, ...]:
         """Positions among the step's inputs of all that is stored alike: the parameter, then its optimizer state."""
         return (self.leaf, *self.state_leaves)
@@ -248,7 +252,7 @@ class OperatorGraph:
     @property
     def trained(self) -> tuple[Parameter, ...]:
         """The parameters but for frozen ones, by the same numbers."""
-        return tuple(p for p in self.parameters if p.gradient != NO_GRADIENT)
+        return tuple(p for p in self.parameters if not p.is_frozen)
 
     @property
     def trained_leaves(self) -> frozenset[int]:

@@ -26,7 +26,7 @@ from soapjax.costs.memory.memory_order import MemoryOrder, least_until
 from soapjax.costs.memory.working_sets import WorkingMemory, working_memory
 from soapjax.costs.rules.links import Links, combined_share, links_of
 from soapjax.costs.tables.tensor_tables import reader_groups, tensors_and_edges, trip_bytes
-from soapjax.graph.operators import NO_GRADIENT, NOT_SPLIT, OperatorGraph
+from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
 from soapjax.graph.readers import left_parameters
 from soapjax.strategy.layout import HALO, PARTIAL, REPLICATED
 from soapjax.strategy.space import NOT_FIXED, SearchSpace
@@ -236,8 +236,7 @@ def _parameters(graph: OperatorGraph, space: SearchSpace, t: dict) -> None:
         choices = parameter.storage_dims or (0,)
         whole = [d for d in choices if shape and shape[d] % mesh.num_devices == 0]
         dims.append(whole[0] if whole else max(choices, key=lambda d: math.gcd(shape[d], mesh.num_devices) if shape else 0))
-        is_frozen = parameter.gradient == NO_GRADIENT
-        shifts.append(0 if is_frozen else len(shape) - len(graph.tensors[parameter.gradient].shape))
+        shifts.append(0 if parameter.is_frozen else len(shape) - len(graph.tensors[parameter.gradient].shape))
         if parameter.leaf in space.fixed_layouts:
             fixed[p] = space.fixed_layouts[parameter.leaf]
     tensors = [graph.tensors[p.tensor] for p in graph.parameters]

@@ -28,7 +28,7 @@ from soapjax.execute.spmd.plan_layouts import PlanLayouts
 from soapjax.execute.spmd.reduce import REDUCTIONS
 from soapjax.execute.spmd.rows import BY_ROW, run_by_row
 from soapjax.execute.spmd.summed_jointly import JointSums
-from soapjax.graph.operators import NO_GRADIENT, Accumulation, OperatorGraph, Task
+from soapjax.graph.operators import Accumulation, OperatorGraph, Task
 from soapjax.graph.passes.build import Binding, build_graph
 from soapjax.graph.passes.phases import FORWARD, PHASE_NAMES
 from soapjax.graph.readers import left_parameters
@@ -180,7 +180,7 @@ class PlannedEvaluator(ProgramEvaluator):
         }
         self._regathered = {t for t, how in storage.items() if how.again}
         read_later = {a.tensor for task in self.graph.tasks if task.phase != FORWARD for a in task.reads}
-        frozen = {p.tensor for p in self.graph.parameters if p.gradient == NO_GRADIENT} - read_later
+        frozen = {p.tensor for p in self.graph.parameters if p.is_frozen} - read_later
         self._gathered_late = self._regathered | {t for t in frozen if storage[t].axes}
         # Of what the backward pass gathers from a part that the forward pass leaves it: how that is laid out.
         may_leave = (self.graph.parameters[p].tensor for p in left_parameters(self.graph))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ from soapjax.graph.passes import accumulation as traced
 from soapjax.graph.passes import joint_sums as joint
 from soapjax.graph.passes.checks import check_graph, check_operators, check_phases, check_program, check_units
 from soapjax.graph.passes.dims import DimClasses, LabelCache, OperatorDims
-from soapjax.graph.passes.frozen import FrozenWeight, frozen_weights
+from soapjax.graph.passes.frozen import frozen_weights
 from soapjax.graph.passes.naming import grouped, operator_names
 from soapjax.graph.passes.pairing import Pairing
 from soapjax.graph.passes.phases import UPDATE, Phases, find_phases
@@ -273,15 +273,20 @@ class _Builder:
                     parameter=p, structure=structure, equations=TaskEquations(tuple(equations[p])),
                 )  # fmt: skip
             )  # fmt: skip
-        frozen = [self._frozen(one, first_reader[one.value]) for one in self.frozen if one.value in first_reader]
-        return [*parameters, *frozen], updates
+        return [*parameters, *self._frozen(first_reader)], updates
 
-    def _frozen(self, one: FrozenWeight, owner: int) -> Parameter:
-        tensor = self.tensors.index(one.value)
-        shape = self.tensors.all[tensor].shape
-        stacked = max((-a.shift for a in self.values.alias.values() if a.root == one.value), default=0)  # by loops over layers
-        dims = tuple(d for d in range(stacked, len(shape)) if shape[d] > 1)
-        return Parameter(one.path, tensor, NO_GRADIENT, owner, one.leaf, state_leaves=(), storage_dims=dims)
+    def _frozen(self, first_reader: Mapping[int | None, int]) -> list[Parameter]:
+        stacked: dict[int, int] = {}  # root -> its leading dims that loops over layers take apart
+        for root, shift in self.values.alias.values() if self.frozen else ():
+            stacked[root] = max(stacked.get(root, 0), -shift)
+        found = []
+        for one in (one for one in self.frozen if one.value in first_reader):
+            tensor = self.tensors.index(one.value)
+            shape = self.tensors.all[tensor].shape
+            dims = tuple(d for d in range(stacked.get(one.value, 0), len(shape)) if shape[d] > 1)
+            owner = first_reader[one.value]
+            found.append(Parameter(one.path, tensor, NO_GRADIENT, owner, one.leaf, state_leaves=(), storage_dims=dims))
+        return found
 
     def _ordered(self, tasks: list[Task]) -> list[Task]:
         """Forward, backward, update: a heavy update equation (rare) stays behind what it reads."""

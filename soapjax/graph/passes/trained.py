@@ -69,7 +69,7 @@ def trained_state(
     gradients = {i: root for i, root in gradients.items() if i not in followers}
     trained = [i for i in trained if i not in followers]
     state: dict[int, list[int]] = {}  # gradient -> what else is updated from it
-    averages = _averages_of_old(step, values, phase, inside, {program.inputs[i]: gradients[i] for i in trained}, gradients)
+    averages = _averages_of_old(step, values, phase, inside, {program.inputs[i]: gradients[i] for i in trained}, gradients, read)
     of_gradient = gradients | averages
     for j in sorted(of_gradient.keys() - set(trained)):
         state.setdefault(of_gradient[j], []).append(j)
@@ -118,17 +118,16 @@ def _made_of(step: TracedStep, values: Values, phase: dict[str, int], inside: Th
 
 def _averages_of_old(
     step: TracedStep, values: Values, phase: dict[str, int], inside: ThroughBranches, trained: dict[int, int],
-    known: Collection[int],
+    known: Collection[int], read: set[int],
 ) -> dict[int, int]:  # fmt: skip
     """State that is made of a parameter as it was before the update (an average that lags behind it, a copy), and that only updates
-    read: input position -> the gradient of that parameter.
+    read (passes do what is in `read`): input position -> the gradient of that parameter.
 
     Args:
       trained: gradient by the value of its parameter.
       known: input positions of state that a gradient is in.
     """
     program, found = step.program, dict[int, int]()
-    read = {root for eqn in program.leaves if phase[eqn.key] != UPDATE for root in values.sources(eqn)}
     for i, o in step.state_pairs.items():
         shape = tuple(step.in_avals[i].shape)
         if i in known or program.inputs[i] in read or not isinstance(program.outputs[o], int) or not shape:

@@ -1,7 +1,7 @@
 """State that is no tensor of the graph: what only updates read, and no parameter has.
 
-Of a parameter that the loss does not read with its optimizer state, of a memory of earlier gradients, of preconditioners. Nothing
-splits it: every device that updates it keeps it whole.
+A parameter that the loss does not read, with its optimizer state; rows and columns of squares, as Adafactor keeps. Nothing splits
+it: every device that updates it keeps it whole.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ def unplaced_state(
     """
     program = step.program
     taken = {*placed, *(program.inputs[i] for p in parameters for i in p.leaves)}
-    read = {root for eqn in program.leaves for root in values.sources(eqn)}
     leaves = [
         i for i, v in enumerate(program.inputs)
-        if v not in taken and program.avals[v].size > 1 and (v in read or i in step.state_pairs)
+        if v not in taken and program.avals[v].size > 1 and (step.is_read[i] or i in step.state_pairs)
     ]  # fmt: skip
     owners = _first_owners(step, values, phases, parameters) if leaves else {}
     found = []

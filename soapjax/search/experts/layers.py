@@ -135,7 +135,7 @@ def _only_backward(graph: OperatorGraph) -> dict[int, int]:
 def _may_recur(graph: OperatorGraph, operators: list[int]) -> bool:
     """Recurrent layers have products; a sum over all steps has none, and a loop over layers has other parameters in each trip."""
     tasks = [graph.tasks[t] for n in operators for t in graph.operators[n].tasks]
-    own = {p for n in operators for p in graph.operators[n].parameters if p < len(graph.trained)}
+    own = {p for n in operators for p in graph.operators[n].parameters if not graph.parameters[p].is_frozen}
     shapes = [(graph.tensors[graph.parameters[p].tensor].shape, graph.tensors[graph.parameters[p].gradient].shape) for p in own]
     return any(t.kind in ("dot", "conv") for t in tasks) and not any(len(a) > len(b) for a, b in shapes)
 

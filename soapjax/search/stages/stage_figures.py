@@ -201,7 +201,7 @@ def _may_sum_late(tables: CostTables, strategy: Strategy) -> np.ndarray:
     storage, graph = strategy.storage[tables.parameter_op], tables.graph
     in_loops = {a.tensor for task in graph.tasks if task.scope for a in task.writes} - {a.total for a in graph.accumulations}
     is_alone = np.array([p.gradient not in in_loops for p in graph.parameters], bool)
-    is_trained = np.arange(len(graph.parameters)) < len(graph.trained)
+    is_trained = np.array([not p.is_frozen for p in graph.parameters], bool)
     is_plain = np.array([not any(s.axes) for s in tables.space.storages])[storage]
     is_scattered = np.array([s.regathers or s.scatters for s in tables.space.storages])[storage]
     return is_trained & (is_plain | (~is_scattered & is_alone))
