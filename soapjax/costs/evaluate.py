@@ -6,23 +6,24 @@ An `Evaluator` judges LANES strategies a call; of each of them `costs` gives eve
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from soapjax.costs.incremental import Counts, Dependents, DoneWith, Results
 from soapjax.costs.rules.sets import MAX_AXES, decoded
 from soapjax.costs.tables.arrays import CostArrays, Records, cost_arrays, need_of, records_of
 from soapjax.costs.tables.buckets import Bucket, bucket_for
 from soapjax.costs.tables.problem_tables import CostTables
-from soapjax.costs.whole import Evaluated, evaluate, nothing_yet
+from soapjax.costs.whole import Evaluated, Over, PerRecord, Rows, evaluate, nothing_yet, standing
 from soapjax.jit.programs import PlannerProgram
 from soapjax.strategy.configs import REPLICATE
 
 Array = np.ndarray
 LANES = 32  # strategies per call: one size, so that it is traced and compiled once
-OVER = 5  # the argument of `evaluate` that its results are written over
+OVER = 4  # the argument of `evaluate` that its results are written over
+MOST_KEPT = 4  # results of a bucket that nobody reads any more
 
 
 class Durations(NamedTuple):
@@ -98,9 +99,26 @@ def program(b: Bucket) -> PlannerProgram:
     return PlannerProgram(evaluate, is_urgent=True, name=f"whole {b}", results=like, over=OVER)
 
 
+class _DoneWith:
+    """Results of a bucket that nobody reads any more: the next, of any of its problems, are written over these."""
+
+    def __init__(self) -> None:
+        self._kept: list[Over] = []
+        self._lock = threading.Lock()
+
+    def add(self, over: Over) -> None:
+        with self._lock:
+            if len(self._kept) < MOST_KEPT:
+                self._kept.append(over)
+
+    def take(self) -> Over | None:
+        with self._lock:
+            return self._kept.pop() if self._kept else None
+
+
 @functools.cache
-def _done_with(b: Bucket) -> DoneWith:
-    return DoneWith()
+def _done_with(b: Bucket) -> _DoneWith:
+    return _DoneWith()
 
 
 def forget_results() -> None:
@@ -111,14 +129,6 @@ def forget_results() -> None:
 class _Problem(NamedTuple):
     arrays: CostArrays
     records: Records
-    dependents: Dependents
-
-
-def _problem(arrays: CostArrays, records: Records) -> _Problem:
-    operators, parameters, tasks, _, _, rows, slots, _ = np.asarray(arrays.counts).tolist()
-    of_kinds = arrays.divisors, records.slot, records.parameter, records.task, records.row
-    dependents = Dependents(records, Counts(operators, slots, parameters, tasks, rows), Counts._make(map(len, of_kinds)))
-    return _Problem(jax.device_put(arrays), jax.device_put(records), dependents)
 
 
 class Evaluator:
@@ -127,8 +137,8 @@ class Evaluator:
     def __init__(self, tables: CostTables, bucket: Bucket | None = None):
         """`bucket` holds the problem; by default the smallest of the usual ones."""
         self.tables, self.bucket = tables, bucket or bucket_for(need_of(tables))
-        self._whole = _problem(cost_arrays(tables, self.bucket), records_of(tables, self.bucket))
-        self.arrays, self.records = self._whole.arrays, self._whole.records
+        self._whole = _Problem(*jax.device_put((cost_arrays(tables, self.bucket), records_of(tables, self.bucket))))
+        self.arrays, self.records = self._whole
         self.program = program(self.bucket)
 
     def prepare(self) -> None:
@@ -138,25 +148,19 @@ class Evaluator:
         num_ops = self.tables.space.graph.num_operators
         none = np.full((1, num_ops, len(self.tables.links.axis_sizes)), REPLICATE, np.int8)
         strategies = self._lanes(none, np.zeros((1, num_ops), np.int8))
-        todo = self._whole.dependents.everything()
-        self.program.prepare(self.arrays, self.records, *strategies, todo, nothing_yet(self.bucket, LANES))
+        self.program.prepare(*self._whole, *strategies, nothing_yet(self.bucket, LANES))
 
-    def __call__(self, axes: Array, storage: Array) -> Results:
+    def __call__(self, axes: Array, storage: Array) -> Evaluated:
         """Of up to LANES strategies int8 [B, N, A] and [B, N]; the last one fills the lanes."""
         return self._found(self._whole, axes, storage)
 
-    def _found(self, of: _Problem, axes: Array, storage: Array) -> Results:
-        axes, storage = self._lanes(axes, storage)
-        own = self.tables.space.graph.num_operators
-        over, changed = _done_with(self.bucket).take(of, axes[:own], storage[:own])
-        todo = of.dependents.everything() if changed is None else of.dependents.todo(changed)
-        over = nothing_yet(self.bucket, LANES) if over is None else over
-        found: Evaluated = self.program(of.arrays, of.records, axes, storage, todo, over)
-        return Results(found, of, axes[:own], storage[:own])
+    def _found(self, of: _Problem, axes: Array, storage: Array) -> Evaluated:
+        over = _done_with(self.bucket).take() or nothing_yet(self.bucket, LANES)
+        return self.program(*of, *self._lanes(axes, storage), over)
 
-    def take_back(self, of: Results) -> None:
+    def take_back(self, of: Evaluated) -> None:
         """Nobody will read what a call found of single records."""
-        _done_with(self.bucket).add(of)
+        _done_with(self.bucket).add(of.over)
 
     def _lanes(self, axes: Array, storage: Array) -> tuple[Array, Array]:
         b, (count, num_ops, num_axes) = self.bucket, axes.shape
@@ -167,26 +171,25 @@ class Evaluator:
         padded_storage[:num_ops] = storage[lanes].T
         return padded_axes, padded_storage
 
-    def costs(self, of: Results, lane: int) -> Costs:
+    def costs(self, of: Evaluated, lane: int) -> Costs:
         """All figures of one of the strategies."""
-        t, each, rows = self.tables, of.per_record, of.per_record.rows
+        t, each = self.tables, of.per_record
+        rows = {name: of_rows(each, name, lane) for name in Rows._fields}
         num_t, num_e, num_p = len(t.tensor_bytes), len(t.edge_task), len(t.parameter_op)
         previous = _own(each.previous, lane, num_e)
         since = np.where(previous >= 0, t.edge_task[previous] + 1, 0)
-        found = Layouts(
-            self._layouts(each.layout, lane, t.replicated_slot + 1), self._layouts(rows.home, lane, num_t),
-            self._layouts(rows.raw, lane, num_t), self._layouts(rows.resolved, lane, num_t), since > 0, since,
-        )  # fmt: skip
+        of_slots = _own(each.layout, lane, t.replicated_slot + 1)
+        home, raw, resolved = (self._layouts(rows[name][:num_t]) for name in ("home", "raw", "resolved"))
+        found = Layouts(self._layouts(of_slots), home, raw, resolved, since > 0, since)
         parts = Parts(
-            reshard_s=self._seconds(rows.full_s, lane)[1], held_bytes=_own(rows.held, lane, num_t),
-            copy_bytes=_own(rows.copy, lane, num_e), transient_bytes=_own(rows.transient, lane, num_t),
-            waiting_bytes=_own(rows.waiting, lane, num_t), stored_bytes=_own(each.state_bytes, lane, num_p),
-            is_sent=_own(rows.is_sent, lane, num_e),
+            reshard_s=self._seconds(rows["full_s"])[1], held_bytes=rows["held"][:num_t], copy_bytes=rows["copy"][:num_e],
+            transient_bytes=rows["transient"][:num_t], waiting_bytes=rows["waiting"][:num_t],
+            stored_bytes=_own(each.state_bytes, lane, num_p), is_sent=rows["is_sent"][:num_e],
         )  # fmt: skip
         return Costs(
             durations=self._durations(of, lane), layouts=found, bytes_by_collective=self._sent(of, lane),
-            sent_bytes=np.asarray(of.found.sent_bytes)[lane], memory_bytes=np.asarray(of.found.memory_bytes)[:, lane],
-            penalty=np.asarray(of.found.violations)[lane], parts=parts, holders=self._holders(of, lane),
+            sent_bytes=np.asarray(of.sent_bytes)[lane], memory_bytes=np.asarray(of.memory_bytes)[:, lane],
+            penalty=np.asarray(of.violations)[lane], parts=parts, holders=self._holders(of, lane),
         )  # fmt: skip
 
     def alone(self, axes: Array, storage: Array) -> Costs:
@@ -196,43 +199,45 @@ class Evaluator:
         self.take_back(of)
         return found
 
-    def outline(self, of: Results, lane: int) -> Outline:
+    def outline(self, of: Evaluated, lane: int) -> Outline:
         """What is read quickly of one of the strategies."""
-        count = len(self.tables.parameter_op)
-        stored = self._layouts(self.tables.stored(np.asarray(of.per_record.layout)), lane, count)
-        return Outline(self._durations(of, lane), stored, self._sent(of, lane), self._holders(of, lane))
+        stored = self.tables.stored(np.asarray(of.per_record.layout))
+        layouts = self._layouts(_own(stored, lane, len(self.tables.parameter_op)))
+        return Outline(self._durations(of, lane), layouts, self._sent(of, lane), self._holders(of, lane))
 
-    def _sent(self, of: Results, lane: int) -> Array:
+    def _sent(self, of: Evaluated, lane: int) -> Array:
         """Bytes [6] by collective."""
-        tensors, reshards, sums = self._by_kind(of.per_record.rows.sent, lane)
-        pays = _own(of.per_record.previous, lane, len(reshards)) < 0
+        each = of.per_record
+        tensors, reshards, sums = self._by_kind(of_rows(each, "sent", lane))
+        pays = _own(each.previous, lane, len(reshards)) < 0
         return np.concatenate([tensors, reshards[pays], sums]).sum(axis=0, dtype=np.float64)
 
-    def _layouts(self, sets: Any, lane: int, count: int) -> Array:
-        return decoded(_own(sets, lane, count), len(self.tables.links.axis_sizes), self.bucket.dims)
+    def _layouts(self, sets: Array) -> Array:
+        return decoded(sets, len(self.tables.links.axis_sizes), self.bucket.dims)
 
-    def _durations(self, of: Results, lane: int) -> Durations:
-        return Durations(
-            _own(of.per_record.compute_s, lane, self.tables.num_tasks), *self._seconds(of.per_record.paid_s, lane)
-        )
+    def _durations(self, of: Evaluated, lane: int) -> Durations:
+        each = of.per_record
+        return Durations(_own(each.compute_s, lane, self.tables.num_tasks), *self._seconds(np.asarray(each.paid_s)[..., lane]))
 
-    def _seconds(self, of_rows: Any, lane: int) -> list[Array]:
+    def _seconds(self, of_rows: Array) -> list[Array]:
         """Of the topology's own levels, by kinds of rows."""
         missing = self.bucket.levels - self.tables.links.num_levels
-        return [x[:, missing:] for x in self._by_kind(of_rows, lane)]
+        return [x[:, missing:] for x in self._by_kind(of_rows)]
 
-    def _by_kind(self, of_rows: Any, lane: int) -> list[Array]:
-        """Of tensors, reshards, and collectives inside tasks."""
+    def _by_kind(self, of_rows: Array) -> list[Array]:
+        """Of tensors, reshards, and collectives inside tasks: copies, since what they are of may be written over."""
         t = self.tables
         ends = np.cumsum([len(t.tensor_bytes), len(t.edge_task), len(t.sum_task)])
-        return np.split(_own(of_rows, lane, ends[-1]), ends[:-1])
+        return np.split(np.array(of_rows[: ends[-1]]), ends[:-1])
 
-    def _holders(self, of: Results, lane: int) -> Holders | None:
+    def _holders(self, of: Evaluated, lane: int) -> Holders | None:
         t, each = self.tables, of.per_record
         if not self.bucket.groups:
             return None
         groups = len(t.space.groups)
-        (resolve, reshard, add), kept = ([x[:, :groups] for x in self._by_kind(y, lane)] for y in (each.rows.on, each.rows.on_kept))
+        (resolve, reshard, add), kept = (
+            [x[:, :groups] for x in self._by_kind(of_rows(each, name, lane))] for name in ("on", "on_kept")
+        )  # fmt: skip
         compute = _own(each.on_compute, lane, t.num_tasks)[:, :groups]
         stored = _own(each.on_stored, lane, len(t.parameter_op))[:, :groups]
         return Holders(compute=compute, resolve=resolve, reshard=reshard, sum=add, home=kept[0], copy=kept[1], stored=stored)
@@ -243,7 +248,7 @@ class Evaluator:
         first, count = len(self.tables.tensor_bytes) + len(self.tables.edge_task), len(self.tables.sum_task)
         counts, row = np.array(self.arrays.counts), np.array(self.records.row)
         counts[3:6], row[:count] = (0, 0, count), row[first : first + count]
-        return _problem(self.arrays._replace(counts=counts), self.records._replace(row=row))
+        return _Problem(*jax.device_put((self.arrays._replace(counts=counts), self.records._replace(row=row))))
 
     def by_operator(self, axes: Array, storage: Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What depends on one operator, of up to LANES strategies: slots' layouts int8 [B, U, A], seconds [B, K] and [B, S, L]."""
@@ -257,6 +262,12 @@ class Evaluator:
         self.take_back(of)
         sets, compute_s, sums_s = (np.moveaxis(x, -1, 0) for x in of_lanes)
         return decoded(sets, len(t.links.axis_sizes), b.dims), compute_s, sums_s[..., b.levels - t.links.num_levels :]
+
+
+def of_rows(each: PerRecord, name: str, lane: int) -> Array:
+    """One of the figures `Rows` of all rows of one strategy, each row's in its own place: a copy."""
+    figures, at = getattr(each.rows, name), getattr(standing(each.twin), name)
+    return np.asarray(figures)[..., lane][np.asarray(at)]
 
 
 def _own(x: Any, lane: int | slice, count: int) -> Array:

@@ -1,8 +1,8 @@
 """What whole strategies cost: the rules (record_rules.py) applied to the records of a problem, Q strategies side by side.
 
 Pure functions of a problem's arrays and of configs: compiled once for all problems of a bucket. Each loop is one kernel, with
-as many turns as there are records to compute. Results are written over those of an earlier call: what these say already of
-operators that are as they were, in every lane, is kept (`Todo`).
+as many turns as there are records to compute; of rows that cost the same one is computed (equal_rows.py). Results are written over
+those of an earlier call, since to make so many zeros takes longer than the rules do where a problem is small.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from soapjax.costs.equal_rows import equal_layouts, twins_pass
 from soapjax.costs.memory.peak_memory import Lives, Steps, memory_of, no_steps
 from soapjax.costs.rules.base import Listed, Span
 from soapjax.costs.rules.links import COLLECTIVES
@@ -28,7 +29,7 @@ from soapjax.costs.rules.record_rules import (
     violations,
 )
 from soapjax.costs.rules.sets import DIGITS, SET, every, parts_of, union
-from soapjax.costs.tables.arrays import CostArrays, Records, edge_of
+from soapjax.costs.tables.arrays import CostArrays, Places, Records, edge_of, places_of
 from soapjax.costs.tables.buckets import Bucket
 from soapjax.jit.array_types import Array
 from soapjax.jit.kernel import added, in_kernel, put, row, zeroed
@@ -50,7 +51,7 @@ class Stored(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Of all rows; layouts of tensors only."""
+    """Of rows that differ, each in its own places (`standing`); layouts of tensors only."""
 
     raw: Array  # SET [T + 1, W, Q]
     home: Array
@@ -67,6 +68,14 @@ class Rows(NamedTuple):
     on_kept: Array  # bool [X + 1, G, Q]
 
 
+def standing(at: Places) -> Rows:
+    """Where each of a row's figures stands, by where rows do."""
+    return Rows(
+        raw=at.tensor, home=at.tensor, resolved=at.tensor, full_s=at.row, sent=at.row, full_bytes=at.row, held=at.tensor,
+        copy=at.edge, is_sent=at.edge, transient=at.tensor, waiting=at.tensor, on=at.row, on_kept=at.row,
+    )  # fmt: skip
+
+
 class PerRecord(NamedTuple):
     """Of each operator, slot, task, parameter, reader and row; what stands behind a problem's last means nothing."""
 
@@ -75,7 +84,9 @@ class PerRecord(NamedTuple):
     compute_s: Array  # [K + 1, Q]
     on_compute: Array  # bool [K + 1, G, Q]
     rows: Rows
+    twin: Places  # int32 [T + 1], [E + 1], [X + 1]: where the figures in `rows` of each stand
     paid_s: Array  # [X + 1, L, Q]
+    on_rows: Array  # bool [X + 1, G, Q]: who takes part
     state_bytes: Array  # [P + 1, Q]
     shards: Array  # [P + 1, Q]
     on_stored: Array  # bool [P + 1, G, Q]
@@ -105,15 +116,9 @@ class Evaluated(NamedTuple):
     sent_bytes: Array  # [Q]: by the device that sends most
     violations: Array  # int32 [Q]
 
-
-class Todo(NamedTuple):
-    """What is computed; results of other records are those that are written over."""
-
-    operators: Listed
-    slots: Listed
-    parameters: Listed
-    tasks: Listed
-    rows: Listed
+    @property
+    def per_record(self) -> PerRecord:
+        return self.over.per_record
 
 
 def slots_pass(p: CostArrays, records: Records, of: Span | Listed, config: Array, begun: Slots, others: Array) -> Slots:
@@ -198,35 +203,29 @@ def sharing_pass(p: CostArrays, layout: Array, again: Array, begun: Array) -> Ar
 
 def rows_pass(p: CostArrays, records: Records, of: Listed, layout: Array, begun: Rows) -> Rows:
     """Some rows of a problem, as if no copy were shared."""
-    num_t, t_pad = p.counts[3], p.tensor_life.shape[0] - 1
 
     def body(j: Array, rows: Rows) -> Rows:
-        x = of.place(j)
         record = row(records.row, of.record(j))
         found = row_costs(p, record, *(row(layout, record[i]) for i in range(1, 5)))
-        t = jnp.where(x < num_t, x, t_pad)
-        e = edge_of(p, x)
-        return rows._replace(
-            raw=put(rows.raw, t, found.raw), home=put(rows.home, t, found.home), resolved=put(rows.resolved, t, found.resolved),
-            full_s=put(rows.full_s, x, found.seconds), sent=put(rows.sent, x, found.sent),
-            full_bytes=put(rows.full_bytes, x, found.sent_on), held=put(rows.held, t, found.held),
-            copy=put(rows.copy, e, found.copy), is_sent=put(rows.is_sent, e, found.is_sent),
-            transient=put(rows.transient, t, found.transient), waiting=put(rows.waiting, t, found.waiting),
-            on=put(rows.on, x, found.on), on_kept=put(rows.on_kept, x, found.on_kept),
-        )  # fmt: skip
+        return Rows._make(map(put, rows, standing(places_of(p, of.place(j))), found))
 
     return lax.fori_loop(0, of.number, body, begun)
 
 
-def paid_pass(p: CostArrays, previous: Array, full_s: Array, full_bytes: Array, begun: Array) -> tuple[Array, Array]:
-    """Seconds of all rows as they are paid [X + 1, L, Q], and what a device of each group sends in them [G, Q]."""
+def paid_pass(p: CostArrays, previous: Array, rows: Rows, twin: Array, begun: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+    """Of all rows: seconds as they are paid [X + 1, L, Q], who takes part, and what a device of each group sends in them [G, Q].
 
-    def body(x: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-        paid_s, sent_on = state
-        pays = (row(previous, edge_of(p, x)) < 0).astype(jnp.float32)
-        return put(paid_s, x, row(full_s, x) * pays), sent_on + row(full_bytes, x) * pays
+    The first two are put into `begun`.
+    """
+    groups, lanes = rows.full_bytes.shape[1:]
 
-    return lax.fori_loop(0, p.counts[5], body, (begun, jnp.zeros(full_bytes.shape[1:])))
+    def body(x: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        paid_s, on, sent_on = state
+        of, pays = row(twin, x), (row(previous, edge_of(p, x)) < 0).astype(jnp.float32)
+        on = put(on, x, row(rows.on, of)) if p.has_pins else on
+        return put(paid_s, x, row(rows.full_s, of) * pays), on, sent_on + row(rows.full_bytes, of) * pays
+
+    return lax.fori_loop(0, p.counts[5], body, (*begun, jnp.zeros((groups, lanes))))
 
 
 def on_pass(
@@ -252,50 +251,47 @@ def on_pass(
     return lax.fori_loop(0, tasks.number, task, begun[0]), on_stored
 
 
-def evaluate(p: CostArrays, records: Records, axes: Array, storage: Array, todo: Todo, over: Over) -> Evaluated:
+def evaluate(p: CostArrays, records: Records, axes: Array, storage: Array, over: Over) -> Evaluated:
     """Of strategies int8 [N, A, Q] and [N, Q], in the sizes of the problem's bucket. Pure.
 
-    `over` is what an earlier call on any problem of the bucket gave, or `nothing_yet`: the entries in `todo` are written
-    anew, and others left alone; those of the problem have to be right. Zeroing it all takes longer than the rules do where a
-    problem is small.
+    `over` is what an earlier call on any problem of the bucket gave, or `nothing_yet`.
     """
     q, width = storage.shape[1], p.row_fixed.shape[1]
     before, scratch = over
+    slots, parameters, tasks = (Span(jnp.int32(0), p.counts[i]) for i in (6, 1, 2))
 
-    def configs(p, of, axes, begun):
-        def one(j, found):
-            return put(found, of.place(j), config_of(p, row(axes, of.record(j))))
+    def configs(p, axes, begun):
+        return lax.fori_loop(0, p.counts[0], lambda n, found: put(found, n, config_of(p, row(axes, n))), begun)
 
-        return lax.fori_loop(0, of.number, one, begun)
-
-    def slots(p, records, of, config, layout, work):
+    def slots_of(p, records, of, config, layout, work):
         begun = Slots(layout, zeroed(work, p.counts[2]))
         return slots_pass(p, records, of, config, begun, jnp.zeros((1, width), SET))
 
     def bad(p, config):
         return lax.fori_loop(0, p.counts[0], lambda n, v: v + violations(p, n, row(config, n)), jnp.zeros(q, jnp.int32))
 
-    config = in_kernel(configs, p, todo.operators, axes, before.config)
-    found = in_kernel(slots, p, records, todo.slots, config, before.layout, scratch.work)
+    config = in_kernel(configs, p, axes, before.config)
+    found = in_kernel(slots_of, p, records, slots, config, before.layout, scratch.work)
     begun = Stored(found.layout, before.state_bytes, before.shards)
-    stored = in_kernel(parameters_pass, p, records, todo.parameters, storage, begun)
-    seconds = in_kernel(tasks_pass, p, records, todo.tasks, config, found.work, stored.shards, before.compute_s)
-    rows = in_kernel(rows_pass, p, records, todo.rows, stored.layout, before.rows)
+    stored = in_kernel(parameters_pass, p, records, parameters, storage, begun)
+    seconds = in_kernel(tasks_pass, p, records, tasks, config, found.work, stored.shards, before.compute_s)
+    distinct, twin = in_kernel(twins_pass, p, records, in_kernel(equal_layouts, p, stored.layout), before.twin)
+    rows = in_kernel(rows_pass, p, records, distinct, stored.layout, before.rows)
     previous = in_kernel(sharing_pass, p, stored.layout, gathers_again(p, storage), before.previous)
-    paid_s, sent_on = in_kernel(paid_pass, p, previous, rows.full_s, rows.full_bytes, before.paid_s)
+    paid_s, on_rows, sent_on = in_kernel(paid_pass, p, previous, rows, twin.row, (before.paid_s, before.on_rows))
     on_compute, on_stored = before.on_compute, before.on_stored
     if p.has_pins:
         on_compute, on_stored = in_kernel(
-            on_pass, p, records, todo.parameters, todo.tasks, config, stored.layout, (on_compute, on_stored)
+            on_pass, p, records, parameters, tasks, config, stored.layout, (on_compute, on_stored)
         )  # fmt: skip
     lives = Lives(
         held=rows.held, copy=rows.copy, is_sent=rows.is_sent, transient=rows.transient, waiting=rows.waiting, previous=previous,
-        on=rows.on, on_kept=rows.on_kept,
+        on=rows.on, on_kept=rows.on_kept, twin=twin,
     )  # fmt: skip
     memory, curve, steps = in_kernel(memory_of, p, lives, stored.state_bytes, on_stored, before.memory, scratch.steps)
     each = PerRecord(
-        config=config, layout=stored.layout, compute_s=seconds, on_compute=on_compute, rows=rows, paid_s=paid_s,
-        state_bytes=stored.state_bytes, shards=stored.shards, on_stored=on_stored, previous=previous, memory=curve,
+        config=config, layout=stored.layout, compute_s=seconds, on_compute=on_compute, rows=rows, twin=twin, paid_s=paid_s,
+        on_rows=on_rows, state_bytes=stored.state_bytes, shards=stored.shards, on_stored=on_stored, previous=previous, memory=curve,
     )  # fmt: skip
     written = Over(each, Accumulators(found.work, steps))
     return Evaluated(written, memory_bytes=memory, sent_bytes=sent_on.max(0), violations=in_kernel(bad, p, config))
@@ -331,7 +327,8 @@ def no_records(b: Bucket, lanes: int) -> PerRecord:
     alike = not b.groups  # all devices do the same
     return PerRecord(
         config=zeros(b.operators, columns, dtype=np.int16), layout=layouts(b.slots + 1), compute_s=zeros(tasks),
-        on_compute=truths(tasks, alike), rows=of_rows, paid_s=zeros(rows, b.levels), state_bytes=zeros(parameters),
-        shards=zeros(parameters) + 1, on_stored=truths(parameters, alike), memory=zeros(tasks),
+        on_compute=truths(tasks, alike), rows=of_rows, twin=Places(*(np.arange(n, dtype=np.int32) for n in (tensors, edges, rows))),
+        paid_s=zeros(rows, b.levels), on_rows=truths(rows, alike), state_bytes=zeros(parameters), shards=zeros(parameters) + 1,
+        on_stored=truths(parameters, alike), memory=zeros(tasks),
         previous=np.full((edges, lanes), -1, np.int32),
     )  # fmt: skip

@@ -15,12 +15,12 @@ import jax
 import numpy as np
 
 from soapjax.costs.evaluate import LANES, Costs, Evaluator, Outline
-from soapjax.costs.incremental import Results
 from soapjax.costs.itemize import sent_parts
 from soapjax.costs.rules.links import COLLECTIVES
 from soapjax.costs.split_share import share_of, split_flops
 from soapjax.costs.tables.buckets import Bucket
 from soapjax.costs.tables.problem_tables import CostTables
+from soapjax.costs.whole import Evaluated
 from soapjax.graph.lifespans import makers
 from soapjax.jit.array_types import Array
 from soapjax.jit.programs import PlannerProgram, threads
@@ -60,7 +60,7 @@ class Batch(NamedTuple):
 
     scores: Scores
     evaluator: Evaluator
-    parts: list[Results]  # of LANES strategies each
+    parts: list[Evaluated]  # of LANES strategies each
 
     def costs(self, i: int) -> Costs:
         """Of the strategy number i, as NumPy arrays."""
@@ -116,7 +116,7 @@ class Simulator:
         found = self._by_parts(lambda scores, of: (scores, of), axes, storage)
         return Batch(_joined([scores for scores, _ in found], len(axes)), self.evaluator, [of for _, of in found])
 
-    def _by_parts(self, keep: Callable[[Scores, Results], T], axes: Array, storage: Array) -> list[T]:
+    def _by_parts(self, keep: Callable[[Scores, Evaluated], T], axes: Array, storage: Array) -> list[T]:
         """What `keep` makes of scores and costs of LANES strategies each."""
         axes, storage = np.asarray(axes), np.asarray(storage)
         parts = [(axes[k : k + LANES], storage[k : k + LANES]) for k in range(0, len(axes), LANES)]
@@ -140,12 +140,12 @@ class Simulator:
                 waiting.result()
             self.compile_s, self._is_prepared = max(walk.took_s, evaluator.program.took_s), True
 
-    def _judged(self, axes: np.ndarray, storage: np.ndarray) -> tuple[Scores, Results]:
+    def _judged(self, axes: np.ndarray, storage: np.ndarray) -> tuple[Scores, Evaluated]:
         items, walk = self._walk
         of = self.evaluator(axes, storage)
         each = of.per_record
-        times, memory = walk(items, each.compute_s, each.paid_s, each.on_compute, each.rows.on), np.asarray(of.found.memory_bytes)
-        return Scores(*(np.asarray(x) for x in (times, memory[3], of.found.violations, of.found.sent_bytes))), of
+        times, memory = walk(items, each.compute_s, each.paid_s, each.on_compute, each.on_rows), np.asarray(of.memory_bytes)
+        return Scores(*(np.asarray(x) for x in (times, memory[3], of.violations, of.sent_bytes))), of
 
     def step_times(self, strategies: list[Strategy]) -> Scores:
         """Scores of any number of strategies, as NumPy arrays; their costs are not kept."""
@@ -155,7 +155,7 @@ class Simulator:
         """The same, and what their step times and memory are made of."""
         count, busy = self.tables.num_tasks, self.busy_streams
 
-        def keep(of: Results) -> tuple[np.ndarray, np.ndarray]:
+        def keep(of: Evaluated) -> tuple[np.ndarray, np.ndarray]:
             each = of.per_record
             return np.array(np.asarray(each.memory)[:count]), busy.seconds(np.asarray(each.compute_s), np.asarray(each.paid_s))
 
@@ -163,10 +163,10 @@ class Simulator:
         memory, busy_s = (np.concatenate(x, axis=-1)[..., : len(strategies)] for x in zip(*found, strict=True))
         return InDetail(scores, memory, busy_s)
 
-    def _scores_and(self, keep: Callable[[Results], T], strategies: list[Strategy]) -> tuple[Scores, list[T]]:
+    def _scores_and(self, keep: Callable[[Evaluated], T], strategies: list[Strategy]) -> tuple[Scores, list[T]]:
         """Scores of all, and what `keep` makes of the costs of LANES each before others are written over them."""
 
-        def kept(scores: Scores, of: Results) -> tuple[Scores, T]:
+        def kept(scores: Scores, of: Evaluated) -> tuple[Scores, T]:
             found = keep(of)
             self.evaluator.take_back(of)
             return scores, found

@@ -10,7 +10,7 @@ import pytest
 from families import family
 from problems import PROBLEMS, SLOW, case, case_with, graph_of, topology_of
 
-from soapjax.costs.evaluate import LANES, Evaluator, costs_of
+from soapjax.costs.evaluate import LANES, Evaluator, costs_of, of_rows
 from soapjax.costs.itemize import sent_items
 from soapjax.costs.rules import sets
 from soapjax.costs.rules.links import COLLECTIVES
@@ -97,11 +97,11 @@ def of_the_problem(c, of):
     """Without what stands behind its last records."""
     t, each = c.tables, of.per_record
     counts = np.cumsum([len(t.tensor_bytes), len(t.edge_task), len(t.sum_task)])
-    rows = {name: np.asarray(x) for name, x in each.rows._asdict().items()}
+    rows = {name: np.stack([of_rows(each, name, lane) for lane in range(LANES)], -1) for name in each.rows._fields}
     sizes = {"full_s": counts[2], "sent": counts[2], "full_bytes": counts[2], "on": counts[2], "on_kept": counts[2]}
     sizes |= dict.fromkeys(("copy", "is_sent"), len(t.edge_task))
     own = {name: x[: sizes.get(name, counts[0])] for name, x in rows.items()}
-    whole = of.found.memory_bytes, of.found.sent_bytes, of.found.violations
+    whole = of.memory_bytes, of.sent_bytes, of.violations
     figures = each.paid_s[: counts[2]], *whole, each.previous[: len(t.edge_task)]
     records = each.layout[: t.replicated_slot + 1], each.compute_s[: t.num_tasks]
     return own, *map(np.asarray, (*figures, *records))

@@ -46,8 +46,10 @@ def alive_of(p: CostArrays, base: Base) -> Alive:
     def one(x: Array) -> Array:
         return x[..., None]
 
-    figures = base.held, base.copy, base.is_sent, base.transient, base.waiting, base.previous, base.on, base.on_kept
-    lives = Lives(*map(one, figures))
+    lives = Lives(
+        one(base.held), one(base.copy), one(base.is_sent), one(base.transient), one(base.waiting), one(base.previous), one(base.on),
+        one(base.on_kept), twin=None,
+    )  # fmt: skip
     groups = base.on.shape[1]
     nothing = jax.tree.map(jnp.zeros_like, no_steps(p.task_float.shape[0] - 1, groups, 1))  # made here: a kernel has no constants
     steps = steps_of(p, lives, nothing)

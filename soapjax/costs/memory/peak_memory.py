@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from soapjax.costs.rules.sets import only_if
-from soapjax.costs.tables.arrays import CostArrays
+from soapjax.costs.tables.arrays import CostArrays, Places, places_of
 from soapjax.jit.array_types import Array
 from soapjax.jit.kernel import added, added_at, largest, put, row, zeroed
 
@@ -30,6 +30,12 @@ class Lives(NamedTuple):
     previous: Array  # int32 [E + 1, Q]: the last reader before it of the same copy, -1 where it makes one
     on: Array  # bool [X + 1, G, Q]: who makes it
     on_kept: Array  # bool [X + 1, G, Q]
+    twin: Places | None  # where figures of `held` to `waiting`, `on` and `on_kept` stand; None: each in its own place
+
+    def places(self, p: CostArrays, x: Array) -> Places:
+        """Where those of row `x` stand."""
+        own = places_of(p, x)
+        return own if self.twin is None else Places._make(map(row, self.twin, own))
 
 
 def needed_until(p: CostArrays, e: Array, is_sent: Array, is_shared: Array) -> Array:
@@ -60,14 +66,16 @@ def steps_of(p: CostArrays, of: Lives, begun: Steps) -> Steps:
         alive, transient, waiting = state
         birth, death, at_least, first, number = (row(p.tensor_life, t)[i] for i in range(5))
         waits, is_counted = row(p.row_int, t)[6] != 0, death >= 0
-        on_home = row(of.on_kept, t)
-        transient = added(transient, birth, only_if(row(of.on, t), row(of.transient, t)))
-        held = only_if(on_home & is_counted, row(of.held, t))
+        here = of.places(p, t)
+        on_home = row(of.on_kept, here.row)
+        transient = added(transient, birth, only_if(row(of.on, here.row), row(of.transient, here.tensor)))
+        held = only_if(on_home & is_counted, row(of.held, here.tensor))
         alive = added(alive, birth, held)
 
         def reader(c: Array, last: Array) -> Array:
             e = row(p.edges_of, c)
-            return jnp.maximum(last, needed_until(p, e, row(of.is_sent, e), row(of.previous, e) >= 0))
+            is_sent = row(of.is_sent, of.places(p, num_t + e).edge)
+            return jnp.maximum(last, needed_until(p, e, is_sent, row(of.previous, e) >= 0))
 
         last = lax.fori_loop(first, first + number, reader, jnp.full(q, -1, jnp.int32))
         until = jnp.where(waits, birth, jnp.minimum(jnp.maximum(last, at_least), death))
@@ -78,11 +86,13 @@ def steps_of(p: CostArrays, of: Lives, begun: Steps) -> Steps:
             return added(alive, place + 1, -only_if(until == place, held))
 
         alive = lax.fori_loop(stops, stops + stop_count, stop, alive)
-        return Steps(alive, transient, waited(p, waiting, t, birth, death, only_if(on_home[None], row(of.waiting, t)[:, None])))
+        late = only_if(on_home[None], row(of.waiting, here.tensor)[:, None])
+        return Steps(alive, transient, waited(p, waiting, t, birth, death, late))
 
     def copy(e: Array, alive: Array) -> Array:
         last, made = row(p.edge_life, e)[0], row(p.edge_life, e)[1]
-        previous, bytes_ = row(of.previous, e), only_if(row(of.on_kept, num_t + e), row(of.copy, e))
+        here, previous = of.places(p, num_t + e), row(of.previous, e)
+        bytes_ = only_if(row(of.on_kept, here.row), row(of.copy, here.edge))
         alive = added_at(alive, (made, last + 1), (only_if(previous < 0, bytes_), -bytes_))
         first, place = row(p.edge_group, e)[0], row(p.edge_group, e)[1]
 

@@ -72,6 +72,7 @@ class CostArrays(NamedTuple):
     row_float: Array  # float32 [X + 1, 4]: bytes sent, latency share, trips, bytes held
     row_shape: Array  # int32 [X + 1, D]
     row_fixed: Array  # SET [X + 1, W]
+    row_twin: Array  # int32 [X + 1]: a number for each set of rows that have all of the above alike
     # lifetimes of tensors
     tensor_life: Array  # int32 [T + 1, 5]: birth, death, at_least, first of its edges in `edges_of`, their number
     tensor_stops: Array  # int32 [T + 1, 2]: first in `stops` and their number: tasks at which it may end
@@ -87,6 +88,20 @@ class CostArrays(NamedTuple):
     def has_pins(self) -> bool:
         """Whether layouts have columns for pins: a property of the bucket."""
         return self.row_fixed.shape[1] > self.row_shape.shape[1] + 1
+
+
+class Places(NamedTuple):
+    """Where figures of a row stand: among those of tensors, of reshards, and of all rows; the last of a kind for what it is not."""
+
+    tensor: Array
+    edge: Array
+    row: Array
+
+
+def places_of(p: CostArrays, x: Array) -> Places:
+    """Of row `x`."""
+    num_t = p.counts[3]
+    return Places(jnp.where(x < num_t, x, p.tensor_life.shape[0] - 1), edge_of(p, x), x)
 
 
 def edge_of(p: CostArrays, x: Array) -> Array:
@@ -205,7 +220,14 @@ def _rows(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
     fixed[:num_t] = encoded(np.where(tables.tensor_fixed == NOT_FIXED, -1, tables.tensor_fixed), b.dims, bool(b.groups))
     fixed[edges] = fixed[tables.edge_tensor]
     found: dict[str, np.ndarray] = {"row_int": numbers, "row_float": figures, "row_shape": shape, "row_fixed": fixed}
+    found["row_twin"] = _numbered(np.concatenate([x.view(np.uint8) for x in map(np.ascontiguousarray, found.values())], 1))
     return {name: padded(x, b.rows + 1) for name, x in found.items()}
+
+
+def _numbered(rows: np.ndarray) -> np.ndarray:
+    """int32 [n]: equal numbers for equal rows of bytes [n, m]."""
+    whole = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.shape[1])))[:, 0]
+    return np.unique(whole, return_inverse=True)[1].astype(np.int32)
 
 
 def _tensor_lives(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from soapjax.costs.change import changed, cleaned, moved, sent_after, sent_by
+from soapjax.costs.evaluate import of_rows
 from soapjax.costs.memory.memory_change import Alive, alive_of, most_added, peaks_after, stored_more
 from soapjax.costs.rules.base import Base, Change, nothing_changed, span
 from soapjax.costs.rules.record_rules import config_of, violations
@@ -106,7 +107,6 @@ def scratch_of(tables: Tables, sizes: Sizes, lanes: int) -> Scratch:
 
 def base_of(b: Bucket, each: PerRecord, lane: int, axes: np.ndarray, storage: np.ndarray) -> Base:
     """The summands of one of the strategies that were judged together."""
-    rows = each.rows
     padded_axes = np.full((b.operators, MAX_AXES), -1, np.int8)
     padded_axes[: len(axes), : axes.shape[1]] = axes
     padded_storage = np.zeros(b.operators, np.int8)
@@ -115,12 +115,11 @@ def base_of(b: Bucket, each: PerRecord, lane: int, axes: np.ndarray, storage: np
     def one(x: Any) -> np.ndarray:
         return np.ascontiguousarray(np.asarray(x)[..., lane])
 
+    names = ("full_s", "held", "copy", "is_sent", "transient", "waiting", "on", "on_kept")
     return Base(
-        axes=padded_axes, storage=padded_storage, layout=one(each.layout), compute_s=one(each.compute_s), full_s=one(rows.full_s),
-        paid_s=one(each.paid_s), sent=one(rows.full_bytes), previous=one(each.previous), held=one(rows.held),
-        copy=one(rows.copy), is_sent=one(rows.is_sent), transient=one(rows.transient), waiting=one(rows.waiting),
-        state_bytes=one(each.state_bytes), on=one(rows.on), on_kept=one(rows.on_kept), on_compute=one(each.on_compute),
-        on_stored=one(each.on_stored),
+        axes=padded_axes, storage=padded_storage, layout=one(each.layout), compute_s=one(each.compute_s), paid_s=one(each.paid_s),
+        sent=of_rows(each, "full_bytes", lane), previous=one(each.previous), state_bytes=one(each.state_bytes),
+        on_compute=one(each.on_compute), on_stored=one(each.on_stored), **{name: of_rows(each, name, lane) for name in names},
     )  # fmt: skip
 
 
