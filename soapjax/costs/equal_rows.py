@@ -1,8 +1,8 @@
 """Rows that cost the same: of equal numbers, between the same layouts in every lane.
 
-Layers and time steps repeat, so most rows of a graph have a twin: of NMT's 12,515 rows under 32 strategies, 300 to 800 differ.
-Those are computed (`rows_pass` in whole.py), and read in place of the others, which would be 40 MB to write. Twins are found by a
-hash of the layouts and compared in full, so that nothing depends on the hash but how many are computed.
+Layers and time steps repeat, so most rows of a graph equal another one: of NMT's 12,515 rows under 32 strategies, 300 to 800
+differ. Those are computed (`rows_pass` in whole.py), and read in place of the others, which would be 40 MB to write. Equal ones are
+found by a hash of the layouts and compared in full, so that nothing depends on the hash but how many are computed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from soapjax.costs.tables.arrays import CostArrays, Places, Records, places_of
 from soapjax.jit.array_types import Array
 from soapjax.jit.kernel import put, row
 
-HASH_BITS = 12  # of the table of rows that were met: a row that finds its place taken by another is computed
+HASH_BITS = 14  # of the table of rows that were met: a row that finds its place taken by another is computed
 _LAYOUTS = range(1, 5)  # of a row's record: the places of the layouts that its costs depend on
 _FACTORS = np.random.default_rng(0).integers(0, 2**15, 32, np.int16) | 1  # of the hash, by column
 _MIXED = np.int32(-1640531527)  # 2^32 over the golden ratio: its multiples differ in their first bits (Knuth, volume 3, 6.4)
@@ -34,11 +34,11 @@ class Met(NamedTuple):
     last: Array  # int32 []: that entry
 
 
-class Twins(NamedTuple):
+class DistinctRows(NamedTuple):
     """All rows, told apart."""
 
-    distinct: Listed  # those that are computed
-    twin: Places  # int32 [T + 1], [E + 1] and [X + 1]: the computed one that each equals, itself perhaps
+    computed: Listed
+    equal: Places  # int32 [T + 1], [E + 1] and [X + 1]: the computed one that each equals, itself perhaps
 
 
 def equal_layouts(p: CostArrays, layout: Array) -> Array:
@@ -56,15 +56,15 @@ def equal_layouts(p: CostArrays, layout: Array) -> Array:
     return lax.fori_loop(0, p.counts[7], body, (_nobody(), jnp.zeros(layout.shape[0], jnp.int32)))[1]
 
 
-def twins_pass(p: CostArrays, records: Records, equal: Array, begun: Places) -> Twins:
-    """Of the rows of a problem whose slots have `equal` layouts; `begun` is written over, and left as it is behind the last row."""
+def distinct_rows(p: CostArrays, records: Records, layouts: Array, begun: Places) -> DistinctRows:
+    """Of all rows of a problem, by `equal_layouts` of its slots. Written over `begun`, which stays as it is behind the last row."""
 
     def key_of(x: Array) -> list[Array]:
         record = row(records.row, x)
-        return [row(p.row_twin, record[0]), *(row(equal, record[i]) for i in _LAYOUTS)]
+        return [row(p.row_class, record[0]), *(row(layouts, record[i]) for i in _LAYOUTS)]
 
     def body(x: Array, state: tuple[Met, Array, Array, Places]) -> tuple[Met, Array, Array, Places]:
-        met, distinct, number, twin = state
+        met, computed, number, equal = state
         own = key_of(x)
         place = _place(functools.reduce(lambda mark, one: mark * _MIXED + one, own))
         met, other = _looked_up(met, place)
@@ -72,13 +72,13 @@ def twins_pass(p: CostArrays, records: Records, equal: Array, begun: Places) -> 
         differs = functools.reduce(jnp.bitwise_or, [a ^ b for a, b in zip(own, key_of(known), strict=True)])
         is_new = (other < 0) | (differs != 0)
         of = jnp.where(is_new, x, known)
-        twin = Places._make(map(put, twin, places_of(p, x), places_of(p, of)))
+        equal = Places._make(map(put, equal, places_of(p, x), places_of(p, of)))
         # The entry behind the last distinct one is written always, and counted only where it is another.
-        return met._replace(last=of, place=place), put(distinct, number, x), number + is_new.astype(jnp.int32), twin
+        return met._replace(last=of, place=place), put(computed, number, x), number + is_new.astype(jnp.int32), equal
 
-    nothing, none = jnp.zeros(p.row_twin.shape[0], jnp.int32), jnp.int32(0)
-    _, distinct, number, twin = lax.fori_loop(0, p.counts[5], body, (_nobody(), nothing, none, begun))
-    return Twins(Listed(distinct, number), twin)
+    nothing, none = jnp.zeros(p.row_class.shape[0], jnp.int32), jnp.int32(0)
+    _, computed, number, equal = lax.fori_loop(0, p.counts[5], body, (_nobody(), nothing, none, begun))
+    return DistinctRows(Listed(computed, number), equal)
 
 
 def _nobody() -> Met:

@@ -266,7 +266,7 @@ class Evaluator:
 
 def of_rows(each: PerRecord, name: str, lane: int) -> Array:
     """One of the figures `Rows` of all rows of one strategy, each row's in its own place: a copy."""
-    figures, at = getattr(each.rows, name), getattr(standing(each.twin), name)
+    figures, at = getattr(each.rows, name), getattr(standing(each.equal), name)
     return np.asarray(figures)[..., lane][np.asarray(at)]
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from soapjax.costs.equal_rows import equal_layouts, twins_pass
+from soapjax.costs.equal_rows import distinct_rows, equal_layouts
 from soapjax.costs.memory.peak_memory import Lives, Steps, memory_of, no_steps
 from soapjax.costs.rules.base import Listed, Span
 from soapjax.costs.rules.links import COLLECTIVES
@@ -84,7 +84,7 @@ class PerRecord(NamedTuple):
     compute_s: Array  # [K + 1, Q]
     on_compute: Array  # bool [K + 1, G, Q]
     rows: Rows
-    twin: Places  # int32 [T + 1], [E + 1], [X + 1]: where the figures in `rows` of each stand
+    equal: Places  # int32 [T + 1], [E + 1], [X + 1]: where the figures in `rows` of each row stand
     paid_s: Array  # [X + 1, L, Q]
     on_rows: Array  # bool [X + 1, G, Q]: who takes part
     state_bytes: Array  # [P + 1, Q]
@@ -212,7 +212,7 @@ def rows_pass(p: CostArrays, records: Records, of: Listed, layout: Array, begun:
     return lax.fori_loop(0, of.number, body, begun)
 
 
-def paid_pass(p: CostArrays, previous: Array, rows: Rows, twin: Array, begun: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+def paid_pass(p: CostArrays, previous: Array, rows: Rows, equal: Array, begun: tuple[Array, Array]) -> tuple[Array, Array, Array]:
     """Of all rows: seconds as they are paid [X + 1, L, Q], who takes part, and what a device of each group sends in them [G, Q].
 
     The first two are put into `begun`.
@@ -221,7 +221,7 @@ def paid_pass(p: CostArrays, previous: Array, rows: Rows, twin: Array, begun: tu
 
     def body(x: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         paid_s, on, sent_on = state
-        of, pays = row(twin, x), (row(previous, edge_of(p, x)) < 0).astype(jnp.float32)
+        of, pays = row(equal, x), (row(previous, edge_of(p, x)) < 0).astype(jnp.float32)
         on = put(on, x, row(rows.on, of)) if p.has_pins else on
         return put(paid_s, x, row(rows.full_s, of) * pays), on, sent_on + row(rows.full_bytes, of) * pays
 
@@ -275,10 +275,11 @@ def evaluate(p: CostArrays, records: Records, axes: Array, storage: Array, over:
     begun = Stored(found.layout, before.state_bytes, before.shards)
     stored = in_kernel(parameters_pass, p, records, parameters, storage, begun)
     seconds = in_kernel(tasks_pass, p, records, tasks, config, found.work, stored.shards, before.compute_s)
-    distinct, twin = in_kernel(twins_pass, p, records, in_kernel(equal_layouts, p, stored.layout), before.twin)
-    rows = in_kernel(rows_pass, p, records, distinct, stored.layout, before.rows)
+    layouts = in_kernel(equal_layouts, p, stored.layout)
+    computed, equal = in_kernel(distinct_rows, p, records, layouts, before.equal)
+    rows = in_kernel(rows_pass, p, records, computed, stored.layout, before.rows)
     previous = in_kernel(sharing_pass, p, stored.layout, gathers_again(p, storage), before.previous)
-    paid_s, on_rows, sent_on = in_kernel(paid_pass, p, previous, rows, twin.row, (before.paid_s, before.on_rows))
+    paid_s, on_rows, sent_on = in_kernel(paid_pass, p, previous, rows, equal.row, (before.paid_s, before.on_rows))
     on_compute, on_stored = before.on_compute, before.on_stored
     if p.has_pins:
         on_compute, on_stored = in_kernel(
@@ -286,11 +287,11 @@ def evaluate(p: CostArrays, records: Records, axes: Array, storage: Array, over:
         )  # fmt: skip
     lives = Lives(
         held=rows.held, copy=rows.copy, is_sent=rows.is_sent, transient=rows.transient, waiting=rows.waiting, previous=previous,
-        on=rows.on, on_kept=rows.on_kept, twin=twin,
+        on=rows.on, on_kept=rows.on_kept, equal=equal,
     )  # fmt: skip
     memory, curve, steps = in_kernel(memory_of, p, lives, stored.state_bytes, on_stored, before.memory, scratch.steps)
     each = PerRecord(
-        config=config, layout=stored.layout, compute_s=seconds, on_compute=on_compute, rows=rows, twin=twin, paid_s=paid_s,
+        config=config, layout=stored.layout, compute_s=seconds, on_compute=on_compute, rows=rows, equal=equal, paid_s=paid_s,
         on_rows=on_rows, state_bytes=stored.state_bytes, shards=stored.shards, on_stored=on_stored, previous=previous, memory=curve,
     )  # fmt: skip
     written = Over(each, Accumulators(found.work, steps))
@@ -324,11 +325,11 @@ def no_records(b: Bucket, lanes: int) -> PerRecord:
         is_sent=zeros(edges, dtype=bool), transient=zeros(tensors), waiting=zeros(tensors, 2), on=truths(rows, False),
         on_kept=truths(rows, False),
     )  # fmt: skip
+    each_itself = Places(*(np.arange(n, dtype=np.int32) for n in (tensors, edges, rows)))
     alike = not b.groups  # all devices do the same
     return PerRecord(
         config=zeros(b.operators, columns, dtype=np.int16), layout=layouts(b.slots + 1), compute_s=zeros(tasks),
-        on_compute=truths(tasks, alike), rows=of_rows, twin=Places(*(np.arange(n, dtype=np.int32) for n in (tensors, edges, rows))),
-        paid_s=zeros(rows, b.levels), on_rows=truths(rows, alike), state_bytes=zeros(parameters), shards=zeros(parameters) + 1,
-        on_stored=truths(parameters, alike), memory=zeros(tasks),
+        on_compute=truths(tasks, alike), rows=of_rows, equal=each_itself, paid_s=zeros(rows, b.levels), on_rows=truths(rows, alike),
+        state_bytes=zeros(parameters), shards=zeros(parameters) + 1, on_stored=truths(parameters, alike), memory=zeros(tasks),
         previous=np.full((edges, lanes), -1, np.int32),
     )  # fmt: skip

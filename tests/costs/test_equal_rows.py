@@ -7,7 +7,7 @@ from problems import case_with
 from test_evaluate import call, of_the_problem
 
 from soapjax.costs import equal_rows
-from soapjax.costs.equal_rows import equal_layouts, twins_pass
+from soapjax.costs.equal_rows import distinct_rows, equal_layouts
 from soapjax.costs.evaluate import LANES, Evaluator, forget_results, of_rows
 from soapjax.costs.rules.base import Listed
 from soapjax.costs.whole import nothing_yet, rows_pass
@@ -31,9 +31,9 @@ def judged(model, topology, pins):
 
 
 def told_apart(evaluator, each):
-    """`Twins` of the slots' layouts that were found."""
-    begun = nothing_yet(evaluator.bucket, LANES).per_record.twin
-    return jax.jit(lambda p, r, x, y: twins_pass(p, r, equal_layouts(p, x), y))(*evaluator._whole, each.layout, begun)
+    """`DistinctRows` of the slots' layouts that were found."""
+    begun = nothing_yet(evaluator.bucket, LANES).per_record.equal
+    return jax.jit(lambda p, r, x, y: distinct_rows(p, r, equal_layouts(p, x), y))(*evaluator._whole, each.layout, begun)
 
 
 @of_cases
@@ -53,28 +53,27 @@ def test_figures_are_as_if_every_row_were_computed(model, topology, pins):
 
 @of_cases
 @pytest.mark.parametrize("bits", [equal_rows.HASH_BITS, 1])
-def test_twins_have_equal_numbers_and_layouts(model, topology, pins, bits, monkeypatch):
+def test_equal_rows_have_equal_numbers_and_layouts(model, topology, pins, bits, monkeypatch):
     """Of a table of two places, too, where nearly every row finds another one in its place."""
     c, evaluator, found = judged(model, topology, pins)
     monkeypatch.setattr(equal_rows, "HASH_BITS", bits)
     each, count = found.per_record, int(evaluator.arrays.counts[5])
-    twins, layout = told_apart(evaluator, each), np.asarray(each.layout)
-    twin, record = np.asarray(twins.twin.row)[:count], np.asarray(evaluator.records.row)[:count]
+    apart, layout = told_apart(evaluator, each), np.asarray(each.layout)
+    equal, record = np.asarray(apart.equal.row)[:count], np.asarray(evaluator.records.row)[:count]
     p = evaluator.arrays
     numbers = [np.asarray(x)[:count].reshape(count, -1) for x in (p.row_int, p.row_float, p.row_shape, p.row_fixed)]
     of_layouts = layout[record[:, 1:5]].reshape(count, -1)
     for x in (*numbers, of_layouts):
-        np.testing.assert_array_equal(x[twin], x)
-    distinct = np.asarray(twins.distinct.order)[: int(twins.distinct.number)]
-    np.testing.assert_array_equal(distinct, np.flatnonzero(twin == np.arange(count)))
+        np.testing.assert_array_equal(x[equal], x)
+    distinct = np.asarray(apart.computed.order)[: int(apart.computed.number)]
+    np.testing.assert_array_equal(distinct, np.flatnonzero(equal == np.arange(count)))
     differ = len(np.unique(np.concatenate([*(x.astype(np.float64) for x in numbers), of_layouts], 1), axis=0))
     assert differ <= len(distinct)
     if bits > 1:
         assert len(distinct) <= 1.05 * differ + 1  # few meet another in their place
-    _, num_t = np.asarray(twins.twin.row), len(c.tables.tensor_bytes)
-    np.testing.assert_array_equal(np.asarray(twins.twin.tensor)[:num_t], twin[:num_t])
-    num_e = len(c.tables.edge_task)
-    np.testing.assert_array_equal(np.asarray(twins.twin.edge)[:num_e] + num_t, twin[num_t : num_t + num_e])
+    num_t, num_e = len(c.tables.tensor_bytes), len(c.tables.edge_task)
+    np.testing.assert_array_equal(np.asarray(apart.equal.tensor)[:num_t], equal[:num_t])
+    np.testing.assert_array_equal(np.asarray(apart.equal.edge)[:num_e] + num_t, equal[num_t : num_t + num_e])
 
 
 def test_results_that_nobody_reads_are_written_over():

@@ -30,12 +30,12 @@ class Lives(NamedTuple):
     previous: Array  # int32 [E + 1, Q]: the last reader before it of the same copy, -1 where it makes one
     on: Array  # bool [X + 1, G, Q]: who makes it
     on_kept: Array  # bool [X + 1, G, Q]
-    twin: Places | None  # where figures of `held` to `waiting`, `on` and `on_kept` stand; None: each in its own place
+    equal: Places | None  # where figures of `held` to `waiting`, `on` and `on_kept` stand; None: each in its own place
 
     def places(self, p: CostArrays, x: Array) -> Places:
         """Where those of row `x` stand."""
         own = places_of(p, x)
-        return own if self.twin is None else Places._make(map(row, self.twin, own))
+        return own if self.equal is None else Places._make(map(row, self.equal, own))
 
 
 def needed_until(p: CostArrays, e: Array, is_sent: Array, is_shared: Array) -> Array:

@@ -72,7 +72,7 @@ class CostArrays(NamedTuple):
     row_float: Array  # float32 [X + 1, 4]: bytes sent, latency share, trips, bytes held
     row_shape: Array  # int32 [X + 1, D]
     row_fixed: Array  # SET [X + 1, W]
-    row_twin: Array  # int32 [X + 1]: a number for each set of rows that have all of the above alike
+    row_class: Array  # int32 [X + 1]: a number for each set of rows that have all of the above alike
     # lifetimes of tensors
     tensor_life: Array  # int32 [T + 1, 5]: birth, death, at_least, first of its edges in `edges_of`, their number
     tensor_stops: Array  # int32 [T + 1, 2]: first in `stops` and their number: tasks at which it may end
@@ -220,7 +220,7 @@ def _rows(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
     fixed[:num_t] = encoded(np.where(tables.tensor_fixed == NOT_FIXED, -1, tables.tensor_fixed), b.dims, bool(b.groups))
     fixed[edges] = fixed[tables.edge_tensor]
     found: dict[str, np.ndarray] = {"row_int": numbers, "row_float": figures, "row_shape": shape, "row_fixed": fixed}
-    found["row_twin"] = _numbered(np.concatenate([x.view(np.uint8) for x in map(np.ascontiguousarray, found.values())], 1))
+    found["row_class"] = _numbered(np.concatenate([x.view(np.uint8) for x in map(np.ascontiguousarray, found.values())], 1))
     return {name: padded(x, b.rows + 1) for name, x in found.items()}
 
 

@@ -169,8 +169,8 @@ class Assignments:
     def swept(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Moves of `single` on one axis or of a storage, and those on several axes; each in random order.
 
-        Those of one set or one module come one after the other. Strategies that are judged together then differ in few operators:
-        the others are not computed again (incremental.py).
+        Those of one set or one module come one after the other: strategies that are judged together then differ in few operators,
+        and more rows cost the same in all of them (equal_rows.py).
         """
         firsts = self.values_of_sets[:, 0], self.storages_of_sets[:, 0], self.dims_of_modules[:, 0] + len(self.movable)
         spans = self.values_of_sets[:, 1], np.zeros(len(self.storages_of_sets), int), self.dims_of_modules[:, 1]

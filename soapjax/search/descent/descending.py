@@ -33,8 +33,8 @@ from soapjax.search.problem import Evaluation, Judging
 from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.configs import Strategy
 
-# Rounds in a row without an improvement after which draws follow the sweep, and the sweep draws. A round of the sweep is of a few
-# sets of operators, so that little is computed anew: of ResNet-101 three of them take as long as one of draws.
+# Rounds in a row without an improvement after which draws follow the sweep, and the sweep draws. (One or two of the sweep instead
+# of three: of four models and three seeds each no better, 15,000 proposals.)
 SWEPT_ROUNDS, DRAWN_ROUNDS = 3, 1
 PATIENCE = 24  # rounds without an improvement and with the sweep at its end, after which a descent is over
 PERTURBED_MOVES = (2, 5)  # of one small perturbation, at least and at most
