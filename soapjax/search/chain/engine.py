@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import jax
@@ -12,9 +13,9 @@ from soapjax.costs.evaluate import LANES
 from soapjax.costs.rules import sets
 from soapjax.jit.programs import threads
 from soapjax.search.chain.block_steps import LANES as CANDIDATES
-from soapjax.search.chain.block_steps import MOST_BLOCKS, UNIFORMS, Walker, block_size, judge_program, programs
-from soapjax.search.chain.moves import NUM_UNIFORMS, State, move_tables
-from soapjax.search.chain.neighbourhood import Judged, Position, base_of, no_alive, no_base, tables_of
+from soapjax.search.chain.block_steps import MOST_BLOCKS, UNIFORMS, Programs, Walker, block_size, judge_program, programs
+from soapjax.search.chain.moves import NUM_UNIFORMS, MoveTables, State, move_tables
+from soapjax.search.chain.neighbourhood import Judged, Position, Sizes, Tables, base_of, no_alive, no_base, tables_of
 from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.simulated_trace import no_trace
 from soapjax.simulate.simulator import BATCH, Batch
@@ -35,11 +36,29 @@ class Engine:
     def __init__(self, problem: PlanningProblem, reference_s: float = 1.0):
         self.problem = problem
         self.reference_s: Any = np.float32(reference_s)
-        self.tables, self.sizes = tables_of(problem)
         self.steps = block_size(problem)
+
+    @functools.cached_property
+    def _tables_and_sizes(self) -> tuple[Tables, Sizes]:
+        """Made when they are asked for: a quarter of a second for NMT, and in a short search no chain walks."""
+        return tables_of(self.problem)
+
+    @functools.cached_property
+    def tables(self) -> Tables:
+        return self._tables_and_sizes[0]
+
+    @functools.cached_property
+    def sizes(self) -> Sizes:
+        return self._tables_and_sizes[1]
+
+    @functools.cached_property
+    def moves(self) -> MoveTables:
         b = self.sizes.bucket
-        self.moves = jax.device_put(move_tables(problem.space, b.operators, sets.MAX_AXES, b.op_dims, self.steps))
-        self.programs = programs(self.sizes)
+        return jax.device_put(move_tables(self.problem.space, b.operators, sets.MAX_AXES, b.op_dims, self.steps))
+
+    @property
+    def programs(self) -> Programs:
+        return programs(self.sizes)
 
     def relative_to(self, reference_s: float) -> Engine:
         """The same, with costs relative to another."""
