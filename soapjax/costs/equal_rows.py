@@ -99,5 +99,5 @@ def _place(mark: Array) -> Array:
 def _mark(layout: Array) -> Array:
     """A number int32 [] by a layout SET [W, Q]: different ones seldom have the same."""
     width, lanes = layout.shape
-    mixed = functools.reduce(jnp.add, [layout[w] * SET(_FACTORS[w]) for w in range(width)])
+    mixed = functools.reduce(jnp.add, [layout[w] * SET(_FACTORS[w % len(_FACTORS)]) for w in range(width)])
     return (mixed.astype(jnp.int32) * (2 * jnp.arange(lanes, dtype=jnp.int32) + 1)).sum()
