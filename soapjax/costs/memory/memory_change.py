@@ -47,8 +47,8 @@ def alive_of(p: CostArrays, base: Base) -> Alive:
         return x[..., None]
 
     lives = Lives(
-        one(base.held), one(base.copy), one(base.is_sent), one(base.transient), one(base.waiting), one(base.previous), one(base.on),
-        one(base.on_kept), equal=None,
+        held=one(base.held), copy=one(base.copy), is_sent=one(base.is_sent), transient=one(base.transient),
+        waiting=one(base.waiting), previous=one(base.previous), on=one(base.on), on_kept=one(base.on_kept), equal=None,
     )  # fmt: skip
     groups = base.on.shape[1]
     nothing = jax.tree.map(jnp.zeros_like, no_steps(p.task_float.shape[0] - 1, groups, 1))  # made here: a kernel has no constants
