@@ -118,8 +118,11 @@ class SampleDims:
             read = eqn.inputs[:1] if eqn.name in BY_NUMBER else eqn.inputs
             of = [own.get(original[a].root) for a in read if isinstance(a, int) and a in of_something]
             inputs = frozenset[int]().union(*(x for x in of if x is not None))
+            if eqn.name == "reshape" and any(map(has_samples, eqn.outputs)):
+                continue  # the samples of a chunk, side by side: what they were made of has samples, too
             if of and None not in of:
-                own.update(dict.fromkeys(eqn.outputs, inputs))
+                # One number of a whole input says nothing of it: weights of samples are counted, too, and every sample meets that.
+                own.update({o: inputs if program.avals[o].shape else frozenset() for o in eqn.outputs})
             elif any(map(has_samples, (*eqn.inputs, *eqn.outputs))):
                 found |= inputs
         return found
