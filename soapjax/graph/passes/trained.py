@@ -62,6 +62,8 @@ def trained_state(
         if found is None and isinstance(out, int) and program.inputs[i] in read:
             looks = (look(program, values, inside, out, is_backward, is_update) for look in (gradient_in_pieces, only_gradient))
             found = next((root for root in looks if root is not None), None)
+        if found is None and isinstance(out, int) and program.inputs[i] not in read:  # a moment of means over rows, as Adam-mini's
+            found, _ = _followed(program, values, phase, inside, out, shape, is_alike=bool)
         if found is not None:
             gradients[i] = found
     trained = [i for i in gradients if program.inputs[i] in read]
