@@ -32,7 +32,8 @@ from soapjax.search.stages.grid import Grid
 from soapjax.search.stages.inside_search import LEAST_GAIN, searched_inside
 from soapjax.search.stages.joint_search import CHAINS, _Best, _price_starts, search_stages
 from soapjax.search.stages.stage_figures import part_of
-from soapjax.search.stages.stage_loads import StageLoads, crossing_bytes, stage_of_operators
+from soapjax.search.stages.stage_flows import crossing_bytes
+from soapjax.search.stages.stage_loads import StageLoads, stage_of_operators
 from soapjax.search.stages.stage_problem import StageProblem
 from soapjax.simulate.simulator import Simulator
 from soapjax.strategy.configs import Strategy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from soapjax.costs.rules.links import COLLECTIVES, TRANSFER
-from soapjax.search.stages.stage_loads import CrossingBytes
+from soapjax.search.stages.stage_flows import CrossingBytes
 from soapjax.simulate.pipeline_tasks import StageLoad
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import SentPart

@@ -18,7 +18,8 @@ from soapjax.search.stages.choices import rank_of, scores_of
 from soapjax.search.stages.pipedream_stages import Workers
 from soapjax.search.stages.stacks import Stacks
 from soapjax.search.stages.stage_figures import level_between
-from soapjax.search.stages.stage_loads import CrossingBytes, StageLoads, transfers_of
+from soapjax.search.stages.stage_flows import CrossingBytes
+from soapjax.search.stages.stage_loads import StageLoads, transfers_of
 from soapjax.simulate.pipeline_tasks import StageLoad, Transfer
 from soapjax.simulate.pipeline_timeline import PipelineTimeline, keeping_casts, simulate_pipeline
 from soapjax.simulate.simulator import Scores

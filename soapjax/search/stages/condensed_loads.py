@@ -13,7 +13,8 @@ import numpy as np
 from soapjax.graph.condensing import MOST_KEPT, Condensed, condense
 from soapjax.graph.operators import OperatorGraph
 from soapjax.search.stages.stage_figures import Fabric, Figures
-from soapjax.search.stages.stage_loads import CrossingBytes, StageLoads, sums_of
+from soapjax.search.stages.stage_flows import CrossingBytes, sums_of
+from soapjax.search.stages.stage_loads import StageLoads
 from soapjax.simulate.pipeline_tasks import StageLoad
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.layout import Spec

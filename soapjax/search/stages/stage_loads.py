@@ -8,8 +8,7 @@ gives for the same strategy (tested). Memory is an upper bound: a part's gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.phases import BACKWARD, PHASE_NAMES, UPDATE
 from soapjax.search.stages.ownership import Ownership
 from soapjax.search.stages.stage_figures import Fabric, Figures, level_between, part_of
+from soapjax.search.stages.stage_flows import OF_UPDATE, CrossingBytes, Flow, flows_between, sums_of
 from soapjax.search.stages.stage_part import StagePart
 from soapjax.simulate.pipeline_tasks import StageLoad, Transfer
 from soapjax.strategy.configs import Strategy
@@ -34,8 +34,6 @@ from soapjax.strategy.pipeline_plan import holders_of
 from soapjax.strategy.plan import SentPart
 from soapjax.strategy.space import fixed_layouts
 from soapjax.topology import DeviceTopology, FactorMesh, factor_mesh
-
-OF_UPDATE = -1  # the position of an operator that has tasks in the update alone
 
 
 def positions(graph: OperatorGraph, forward: Sequence[int]) -> np.ndarray:
@@ -61,24 +59,6 @@ def stage_of_operators(graph: OperatorGraph, bounds: Sequence[int], forward: Seq
 
 def _stages(position: np.ndarray, bounds: Sequence[int]) -> np.ndarray:
     return np.where(position < 0, OF_UPDATE, np.searchsorted(np.asarray(bounds), position, side="right") - 1)
-
-
-class Flow(NamedTuple):
-    """A tensor that one stage makes, or holds, and another reads."""
-
-    source: int
-    reader: int
-    tensor: int
-    kind: str  # a field of `CrossingBytes`
-
-
-class CrossingBytes(NamedTuple):
-    """Bytes between two stages, all devices together."""
-
-    forward: float = 0.0  # per micro-batch
-    backward: float = 0.0
-    parameters: float = 0.0  # per step: what the earlier stage holds and the later one reads too
-    sums: float = 0.0  # per step: of the gradients of these
 
 
 class StageLoads:
@@ -274,53 +254,6 @@ class StageLoads:
         if key not in self._flows:
             self._flows[key] = flows_between(self.whole, _stages(self.position, bounds))
         return self._flows[key]
-
-
-def flows_between(graph: OperatorGraph, stage: np.ndarray) -> list[Flow]:
-    """What crosses between stages [N] of operators; every tensor once per stage that reads it.
-
-    A parameter that several stages read lives on the first of them; what the others add to its gradient is summed over their
-    micro-batches before it comes there (execute/parts/stage_cut.py).
-    """
-    made = {a.tensor: task for task in graph.tasks for a in task.writes}
-    tied = {i for s in graph.accumulations for i in (*s.summands, *s.running, s.total)}
-    parameters = {p.tensor for p in graph.parameters}
-    home: dict[int, int] = {}
-    stage = stage.tolist()
-    seen: set[tuple[int, int]] = set()
-    found = []
-    for task in graph.tasks:
-        reader = stage[task.operator]
-        for access in task.reads if task.phase != UPDATE else ():
-            source = stage[made[access.tensor].operator] if access.tensor in made else OF_UPDATE
-            if access.tensor in parameters:
-                source = home.setdefault(access.tensor, reader)
-            if source < 0 or source == reader or (access.tensor, reader) in seen:
-                continue
-            seen.add((access.tensor, reader))
-            if access.tensor in parameters:
-                kind = "parameters"
-            elif access.tensor in tied:
-                kind = "sums"
-            else:
-                kind = "backward" if source > reader or made[access.tensor].phase == BACKWARD else "forward"
-            found.append(Flow(source, reader, access.tensor, kind))
-    return found
-
-
-def sums_of(flows: Sequence[Flow], size: Callable[[Flow], float]) -> dict[tuple[int, int], CrossingBytes]:
-    """(earlier stage, later stage) -> what crosses, by the size of each flow in bytes."""
-    found: dict[tuple[int, int], CrossingBytes] = {}
-    for f in flows:
-        pair = min(f.source, f.reader), max(f.source, f.reader)
-        before = found.get(pair, CrossingBytes())
-        found[pair] = before._replace(**{f.kind: getattr(before, f.kind) + float(size(f))})
-    return found
-
-
-def crossing_bytes(graph: OperatorGraph, stage: np.ndarray) -> dict[tuple[int, int], CrossingBytes]:
-    """`sums_of` of whole tensors."""
-    return sums_of(flows_between(graph, stage), lambda f: graph.tensors[f.tensor].size_bytes * graph.tensors[f.tensor].copies)
 
 
 def transfers_of(

@@ -26,7 +26,8 @@ from soapjax.search.stages.choices import Choice, Priced, firsts_of, outline, sc
 from soapjax.search.stages.condensed_loads import CondensedLoads
 from soapjax.search.stages.stacks import Stacks, reaches
 from soapjax.search.stages.stage_figures import part_of
-from soapjax.search.stages.stage_loads import CrossingBytes, StageLoads, stage_of_operators, transfers_of
+from soapjax.search.stages.stage_flows import CrossingBytes
+from soapjax.search.stages.stage_loads import StageLoads, stage_of_operators, transfers_of
 from soapjax.simulate.pipeline_tasks import StageLoad, Transfer
 from soapjax.simulate.pipeline_timeline import keeping_casts, memory_of, predicted_times
 from soapjax.strategy.layout import Spec
