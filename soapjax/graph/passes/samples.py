@@ -106,10 +106,11 @@ class SampleDims:
             return any(n is not None and self.uf.find(n) in summed for n in nodes)
 
         shaped = {v for v in candidates if program.avals[v].shape}
-        own = {v: frozenset({v}) for v in shaped if not has_samples(v)}  # what is computed of such inputs alone -> which
+        # What is computed of such inputs alone -> which, and whether of their elements, or of one number of all of them.
+        own = {v: frozenset({(v, True)}) for v in shaped if not has_samples(v)}
         if len(own) == len(shaped):
             return set()
-        found: set[int] = set()
+        found: set[tuple[int, bool]] = set()
         of_something = set(program.inputs)
         follow(program, of_something)
         for eqn in program.leaves:
@@ -117,15 +118,17 @@ class SampleDims:
             # that goes with its numbers, as the weights of samples do in the derivative of logits that were picked.
             read = eqn.inputs[:1] if eqn.name in BY_NUMBER else eqn.inputs
             of = [own.get(original[a].root) for a in read if isinstance(a, int) and a in of_something]
-            inputs = frozenset[int]().union(*(x for x in of if x is not None))
+            inputs = frozenset[tuple[int, bool]]().union(*(x for x in of if x is not None))
             if eqn.name == "reshape" and any(map(has_samples, eqn.outputs)):
                 continue  # the samples of a chunk, side by side: what they were made of has samples, too
             if of and None not in of:
-                # One number of a whole input says nothing of it: weights of samples are counted, too, and every sample meets that.
-                own.update({o: inputs if program.avals[o].shape else frozenset() for o in eqn.outputs})
+                number = frozenset((v, False) for v, _ in inputs)
+                own.update({o: inputs if program.avals[o].shape else number for o in eqn.outputs})
             elif any(map(has_samples, (*eqn.inputs, *eqn.outputs))):
                 found |= inputs
-        return found
+        # Weights of samples are counted, too, and every sample meets the count: what is as long as what has samples may be such.
+        lengths = {program.avals[v].shape[0] for v in shaped - own.keys()}
+        return {v for v, is_met in found if is_met or program.avals[v].shape[0] not in lengths}
 
     def _sums_of(self, gradients: Iterable[int], given: Iterable[int]) -> set[Hashable]:
         """Classes of the dims of samples by what gradients are sums over; `given`: inputs that are no state."""
