@@ -25,6 +25,7 @@ from soapjax.graph.trace.program import Atom, FlatEqn, Program
 from soapjax.graph.trace.source_lines import Call
 from soapjax.graph.trace.trips import Trip, loop_params
 from soapjax.graph.trace.unstacking import Unstacked, Unstacking
+from soapjax.graph.trace.whole_sums import of_all_elements
 
 # Primitives whose sub-jaxpr is inlined. Not "whatever has a sub-jaxpr": scatter carries one too.
 CALL_PRIMITIVES = {
@@ -271,6 +272,7 @@ def flatten(
     values = {r["const"]: r["value"] for r in found.records if "const" in r}
     has_empty = any(not f.avals[a].size for a in inputs)
     records = without_operands(found.records, f.avals, f._traced) if has_empty else found.records
+    records = of_all_elements(records, _values(outputs), avals=f.avals, elementwise=elementwise, traced=f._traced)
     records = _own_casts(records, set(inputs), f)
     eqns = _finish([r for r in records if "const" not in r], _values(outputs), (), f.avals)
     rows = tuple(map(len, found.inputs)), tuple(map(len, found.outputs))
