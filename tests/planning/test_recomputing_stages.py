@@ -55,6 +55,7 @@ def planned(plan_on, place):
     return plan_on(place)
 
 
+@pytest.mark.slow
 def test_it_fits_and_is_faster_than_whole_stages_again(plan_on, place, planned, monkeypatch):
     plan, found = planned
     assert plan.recomputed and plan.prediction.feasible and "operators computed again" in found.notes[0]

@@ -88,6 +88,7 @@ def test_a_search_too_short_to_compile_chains_compiles_none(problem, monkeypatch
     assert not prepared and few.num_proposals <= 300 and few.best.cost < start
 
 
+@pytest.mark.slow
 def test_chains_are_compiled_beside_descents_or_after_them(problem, monkeypatch):
     """At once where a number of proposals ends the search; where time does, they would keep it from being good soon."""
     told, prepared = [], []
