@@ -129,7 +129,6 @@ def test_a_pipeline_of_a_loop_trains_as_one_device(layers, stages, schedule):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_memory_of_a_scanned_model_is_as_predicted():
     """Stages once held all layers' weights, of which the prediction knew nothing."""
     made = abstract("transformer_lm", layers=2, width=64, heads=2, batch=8, seq=16, vocab=64, scan=True)
