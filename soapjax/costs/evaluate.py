@@ -174,7 +174,7 @@ class Evaluator:
     def costs(self, of: Evaluated, lane: int) -> Costs:
         """All figures of one of the strategies."""
         t, each = self.tables, of.per_record
-        rows = {name: of_rows(each, name, lane) for name in Rows._fields}
+        rows = {name: figure_of_rows(each, name, lane) for name in Rows._fields}
         num_t, num_e, num_p = len(t.tensor_bytes), len(t.edge_task), len(t.parameter_op)
         previous = _own(each.previous, lane, num_e)
         since = np.where(previous >= 0, t.edge_task[previous] + 1, 0)
@@ -208,7 +208,7 @@ class Evaluator:
     def _sent(self, of: Evaluated, lane: int) -> Array:
         """Bytes [6] by collective."""
         each = of.per_record
-        tensors, reshards, sums = self._by_kind(of_rows(each, "sent", lane))
+        tensors, reshards, sums = self._by_kind(figure_of_rows(each, "sent", lane))
         pays = _own(each.previous, lane, len(reshards)) < 0
         return np.concatenate([tensors, reshards[pays], sums]).sum(axis=0, dtype=np.float64)
 
@@ -236,7 +236,7 @@ class Evaluator:
             return None
         groups = len(t.space.groups)
         (resolve, reshard, add), kept = (
-            [x[:, :groups] for x in self._by_kind(of_rows(each, name, lane))] for name in ("on", "on_kept")
+            [x[:, :groups] for x in self._by_kind(figure_of_rows(each, name, lane))] for name in ("on", "on_kept")
         )  # fmt: skip
         compute = _own(each.on_compute, lane, t.num_tasks)[:, :groups]
         stored = _own(each.on_stored, lane, len(t.parameter_op))[:, :groups]
@@ -264,7 +264,7 @@ class Evaluator:
         return decoded(sets, len(t.links.axis_sizes), b.dims), compute_s, sums_s[..., b.levels - t.links.num_levels :]
 
 
-def of_rows(each: PerRecord, name: str, lane: int) -> Array:
+def figure_of_rows(each: PerRecord, name: str, lane: int) -> Array:
     """One of the figures `Rows` of all rows of one strategy, each row's in its own place: a copy."""
     figures, at = getattr(each.rows, name), getattr(standing(each.equal), name)
     return np.asarray(figures)[..., lane][np.asarray(at)]

@@ -8,7 +8,7 @@ from test_evaluate import call, of_the_problem
 
 from soapjax.costs import equal_rows
 from soapjax.costs.equal_rows import distinct_rows, equal_layouts
-from soapjax.costs.evaluate import LANES, Evaluator, forget_results, of_rows
+from soapjax.costs.evaluate import LANES, Evaluator, figure_of_rows, forget_results
 from soapjax.costs.rules.base import Listed
 from soapjax.costs.whole import nothing_yet, rows_pass
 from soapjax.strategy.configs import Strategy
@@ -47,8 +47,8 @@ def test_figures_are_as_if_every_row_were_computed(model, topology, pins):
         kind = len(c.tables.edge_task) if name in ("copy", "is_sent") else len(c.tables.tensor_bytes)
         number = count if name in ("full_s", "sent", "full_bytes", "on", "on_kept") else kind
         for lane in (0, 7, LANES - 1):
-            got = of_rows(each, name, lane)[:number]
-            np.testing.assert_array_equal(got, of_rows(expected, name, lane)[:number], err_msg=name)
+            got = figure_of_rows(each, name, lane)[:number]
+            np.testing.assert_array_equal(got, figure_of_rows(expected, name, lane)[:number], err_msg=name)
 
 
 @of_cases

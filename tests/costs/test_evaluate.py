@@ -10,7 +10,7 @@ import pytest
 from families import family
 from problems import PROBLEMS, SLOW, case, case_with, graph_of, topology_of
 
-from soapjax.costs.evaluate import LANES, Evaluator, costs_of, of_rows
+from soapjax.costs.evaluate import LANES, Evaluator, costs_of, figure_of_rows
 from soapjax.costs.itemize import sent_items
 from soapjax.costs.rules import sets
 from soapjax.costs.rules.links import COLLECTIVES
@@ -97,7 +97,7 @@ def of_the_problem(c, of):
     """Without what stands behind its last records."""
     t, each = c.tables, of.per_record
     counts = np.cumsum([len(t.tensor_bytes), len(t.edge_task), len(t.sum_task)])
-    rows = {name: np.stack([of_rows(each, name, lane) for lane in range(LANES)], -1) for name in each.rows._fields}
+    rows = {name: np.stack([figure_of_rows(each, name, lane) for lane in range(LANES)], -1) for name in each.rows._fields}
     sizes = {"full_s": counts[2], "sent": counts[2], "full_bytes": counts[2], "on": counts[2], "on_kept": counts[2]}
     sizes |= dict.fromkeys(("copy", "is_sent"), len(t.edge_task))
     own = {name: x[: sizes.get(name, counts[0])] for name, x in rows.items()}

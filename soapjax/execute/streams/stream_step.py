@@ -39,7 +39,7 @@ class StreamStep:
         self.spans_processes = any(d.process_index != jax.process_index() for d in self._devices)
         self._tell: Callable[..., Sequence[jax.Array]] | None = None
         pairs = {o: i for i, o in step.leaf_pairs.items()}
-        pieces = streamed.pieces or Pieces.of_rows(step.program.rows)
+        pieces = streamed.pieces or Pieces.figure_of_rows(step.program.rows)
         self._told = _no_state(step, pieces) if self.spans_processes else []
         self._state = StackedState(pieces, pairs, streamed.in_shardings, donate=streamed.donate)
         self.is_compiled = False

@@ -34,7 +34,7 @@ class Pieces(NamedTuple):
     outputs: tuple[tuple[int, ...], ...]
 
     @staticmethod
-    def of_rows(rows: tuple[Sequence[int], Sequence[int]]) -> Pieces:
+    def figure_of_rows(rows: tuple[Sequence[int], Sequence[int]]) -> Pieces:
         """Every row by itself; `rows`: of each input and output leaf how many."""
         return Pieces(*(tuple((0,) * n for n in leaves) for leaves in rows))
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from soapjax.costs.change import changed, cleaned, moved, sent_after, sent_by
-from soapjax.costs.evaluate import of_rows
+from soapjax.costs.evaluate import figure_of_rows
 from soapjax.costs.memory.memory_change import Alive, alive_of, most_added, peaks_after, stored_more
 from soapjax.costs.rules.base import Base, Change, nothing_changed, span
 from soapjax.costs.rules.record_rules import config_of, violations
@@ -116,10 +116,11 @@ def base_of(b: Bucket, each: PerRecord, lane: int, axes: np.ndarray, storage: np
         return np.ascontiguousarray(np.asarray(x)[..., lane])
 
     names = ("full_s", "held", "copy", "is_sent", "transient", "waiting", "on", "on_kept")
+    figures = {name: figure_of_rows(each, name, lane) for name in names}
     return Base(
         axes=padded_axes, storage=padded_storage, layout=one(each.layout), compute_s=one(each.compute_s), paid_s=one(each.paid_s),
-        sent=of_rows(each, "full_bytes", lane), previous=one(each.previous), state_bytes=one(each.state_bytes),
-        on_compute=one(each.on_compute), on_stored=one(each.on_stored), **{name: of_rows(each, name, lane) for name in names},
+        sent=figure_of_rows(each, "full_bytes", lane), previous=one(each.previous), state_bytes=one(each.state_bytes),
+        on_compute=one(each.on_compute), on_stored=one(each.on_stored), **figures,
     )  # fmt: skip
 
 
