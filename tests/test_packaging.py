@@ -105,6 +105,7 @@ def test_an_installed_soapjax_lives_beside_the_users_own_models(installed, users
     assert plans[0].graph.fingerprint == plans[1].graph.fingerprint
 
 
+@pytest.mark.slow
 def test_a_checkout_on_the_path_has_them_too(users_folder):
     printed = run(["-c", COMMANDS], path=ROOT, cwd=users_folder)
     found = [ROOT / "soapjax" / "__init__.py", ROOT / "models" / "__init__.py", users_folder / "models" / "__init__.py"]

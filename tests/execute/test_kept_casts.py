@@ -114,6 +114,7 @@ def test_the_copies_take_the_memory_that_is_predicted():
     assert copies == pytest.approx(np.subtract(*compiled)[fullest], rel=0.05) and copies > WIDTH**2
 
 
+@pytest.mark.slow
 def test_a_plan_file_says_so_and_is_proven():
     """As planned on devices with room, as written, and predicted anew; files of before say nothing, and cast in every pass."""
     options = dict(pipeline="1f1b", stages=2, microbatches=NUM, proposals=16, topology=topology())

@@ -61,6 +61,7 @@ def test_memory_is_as_predicted_and_rematerialisation_lowers_it_as_predicted(pro
     assert found["gpipe", False][1][1] > found["1f1b", False][1][1]
 
 
+@pytest.mark.slow
 def test_a_stage_holds_copies_of_tied_parameters_and_its_sums_of_their_gradients():
     """The head reads the table, most of all memory, that the first stage holds: no less is predicted than is compiled."""
     made = abstract("transformer_lm", batch=16, seq=16, width=64, layers=1, heads=4, vocab=8192, tie=True)

@@ -35,6 +35,7 @@ def test_it_is_the_graph_of_the_shallow_model(options):
         np.testing.assert_allclose(one, other, rtol=0.03, atol=1e-9)  # with remat some tasks stand in another order
 
 
+@pytest.mark.slow
 def test_a_stage_of_many_blocks_costs_what_the_whole_graph_says():
     whole = lm(DEEP)
     exact = StageLoads(whole, topology_of("2x4"))

@@ -90,6 +90,7 @@ def test_only_what_corresponds_has_a_counterpart():
     assert 0.7 * len(ours) < len(keys) < len(ours) and len(set(values.values())) == len(values)
 
 
+@pytest.mark.slow
 def test_a_long_way_to_a_statistic_is_gone_without_recursion():
     """A loss over a statistic of the batch, a thousand equations behind it."""
 

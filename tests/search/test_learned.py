@@ -84,7 +84,7 @@ def test_node2vec_puts_neighbours_together():
     assert not node2vec(rng(), 3, np.zeros((0, 2), np.int32)).any()
 
 
-@pytest.mark.parametrize("told", ["trinity", "hierarchical"])
+@pytest.mark.parametrize("told", [pytest.param("trinity", marks=pytest.mark.slow), "hierarchical"])
 def test_features(told):
     problem = problem_of("rnnlm", **RNNLM)
     graph, found = problem.graph, features_of(rng(), problem, told)

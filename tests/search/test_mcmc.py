@@ -202,6 +202,7 @@ def test_time_stops_the_same_sequence(step_problem, monkeypatch):
     assert timed.best.strategy.key() == replayed.best.strategy.key()
 
 
+@pytest.mark.slow
 def test_perturbations_go_on_where_chains_would_come_too_late(step_problem, monkeypatch):
     """Time that chains cannot have is searched in all the same, for half of the budget at least (then nothing improves)."""
     monkeypatch.setattr(Engine, "prepare", lambda self: threading.Event().wait(3))

@@ -88,6 +88,7 @@ def test_scores_are_those_of_the_whole_graph(topology, remat):
     assert len({e.step_time_s for e in whole}) > 20
 
 
+@pytest.mark.slow
 def test_ends_that_keep_few_blocks_waiting_hide_under_many():
     """The sum of a large tied embedding takes longer than few blocks, so that one block more is for nothing; of many it is not."""
     problem = problem_of("2x4", tie=True, batch=64, vocab=65_536)
@@ -123,6 +124,7 @@ def test_strategies_go_there_and_back():
         assert problem.space.is_valid(there) and fewer.of_whole(there).key() == strategy.key()
 
 
+@pytest.mark.slow
 def test_no_shortcut_where_blocks_are_few_or_operators_may_be_pinned():
     assert fewer_blocks(problem_of("2x4", layers=9)) is None
     assert fewer_blocks(problem_of("2x4", pins=True)) is None

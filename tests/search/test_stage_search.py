@@ -231,6 +231,7 @@ def test_the_search_finds_the_best_of_all_choices():
     assert again.best.choice == found.best.choice
 
 
+@pytest.mark.slow
 def test_inside_the_stages_the_best_of_all_strategies_is_found():
     """Of two stages on two devices each, by enumeration; from data parallelism, and priced as the search prices it."""
     machine = dataclasses.replace(topology_of("2x4"), levels=topology_of("2x4").levels[1:])
