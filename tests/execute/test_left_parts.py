@@ -23,7 +23,7 @@ STEPS = {
 }
 
 
-@pytest.fixture(scope="module", params=sampled(STEPS, 2))
+@pytest.fixture(scope="module", params=sampled(STEPS, 4))
 def found(request):
     fn, *args = STEPS[request.param]()
     return request.param, Case(fn, tuple(args), hosts=2)

@@ -74,6 +74,7 @@ def test_when_time_ends_a_planner_returns_what_it_has(problem, name, after, monk
         assert found.best.cost <= min(e.cost for e in known) * (1 + 1e-6) or found.num_proposals < 3
 
 
+@pytest.mark.slow
 def test_a_search_too_short_to_compile_chains_compiles_none(problem, monkeypatch):
     """It goes on with descents and perturbations to its end; so does one of few proposals."""
     prepared = []

@@ -258,6 +258,7 @@ def test_the_best_split_of_two_branches_is_found(method):
     assert proposals == sorted(proposals) and times == sorted(times, reverse=True) and times[-1] == found.best.step_time_s
 
 
+@pytest.mark.slow
 @methods
 def test_a_batch_is_judged_as_it_is_placed_and_follows_the_best(method):
     problem = problem_of("rnnlm", **SMALL)

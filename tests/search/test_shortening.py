@@ -135,6 +135,7 @@ def test_no_shortcut_where_blocks_are_few_or_operators_may_be_pinned():
     assert fewer_blocks(dataclasses.replace(problem, space=dataclasses.replace(problem.space, allowed=allowed))) is None
 
 
+@pytest.mark.slow
 def test_what_is_found_is_judged_in_the_whole_graph(monkeypatch):
     """Where few blocks say that more fits than does, the search goes on with less memory; and the same seed finds the same."""
     everything = problem_of("2x4")

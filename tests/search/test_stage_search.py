@@ -274,6 +274,7 @@ def test_what_does_not_fit_is_recomputed():
     assert found.timeline.step_time_s >= free.timeline.step_time_s
 
 
+@pytest.mark.slow
 def test_a_long_model_is_cut_at_the_joints_of_its_blocks_too(monkeypatch):
     """Of many places only the cheapest of each run are looked at; joints between blocks need not be among them."""
     monkeypatch.setattr(stage_problem, "MAX_BOUNDARIES", 9)
