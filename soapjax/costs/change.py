@@ -16,7 +16,7 @@ from soapjax.costs.rules.base import Base, Change, span
 from soapjax.costs.rules.copies import paying, previous_in
 from soapjax.costs.rules.record_rules import gathers_again, row_costs
 from soapjax.costs.rules.sets import only_if
-from soapjax.costs.tables.arrays import CostArrays, edge_of
+from soapjax.costs.tables.arrays import ROW_LAYOUTS, CostArrays, edge_of
 from soapjax.costs.tables.operator_records import OwnRecords
 from soapjax.costs.whole import Slots, Stored, on_pass, parameters_pass, slots_pass, tasks_pass
 from soapjax.jit.array_types import Array, Scalar
@@ -52,7 +52,7 @@ def changed(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array |
 
         def body(j: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
             record = row(own.records.row, first + j)
-            of = row_costs(p, record, *(row(into.layout, record[i]) for i in range(1, 5)))
+            of = row_costs(p, record, *(row(into.layout, record[i]) for i in ROW_LAYOUTS))
             found = (
                 of.seconds, of.sent_on, of.held, of.copy, of.is_sent, of.transient, of.waiting,
                 *((of.on, of.on_kept) if pins else ()),

@@ -14,14 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from soapjax.costs.rules.base import Listed
 from soapjax.costs.rules.sets import SET, union
-from soapjax.costs.tables.arrays import CostArrays, Places, Records, places_of
+from soapjax.costs.tables.arrays import ROW_LAYOUTS, CostArrays, Places, Records, places_of
 from soapjax.jit.array_types import Array
 from soapjax.jit.kernel import put, row
 
 HASH_BITS = 14  # of the table of rows that were met: a row that finds its place taken by another is computed
-_LAYOUTS = range(1, 5)  # of a row's record: the places of the layouts that its costs depend on
 _FACTORS = np.random.default_rng(0).integers(0, 2**15, 32, np.int16) | 1  # of the hash, by column
 _MIXED = np.int32(-1640531527)  # 2^32 over the golden ratio: its multiples differ in their first bits (Knuth, volume 3, 6.4)
 
@@ -37,7 +35,8 @@ class Met(NamedTuple):
 class DistinctRows(NamedTuple):
     """All rows, told apart."""
 
-    computed: Listed
+    order: Array  # int32 [X + 1]: the computed ones are the first `number`
+    number: Array  # int32 []
     equal: Places  # int32 [T + 1], [E + 1] and [X + 1]: the computed one that each equals, itself perhaps
 
 
@@ -61,10 +60,10 @@ def distinct_rows(p: CostArrays, records: Records, layouts: Array, begun: Places
 
     def key_of(x: Array) -> list[Array]:
         record = row(records.row, x)
-        return [row(p.row_class, record[0]), *(row(layouts, record[i]) for i in _LAYOUTS)]
+        return [row(p.row_class, record[0]), *(row(layouts, record[i]) for i in ROW_LAYOUTS)]
 
     def body(x: Array, state: tuple[Met, Array, Array, Places]) -> tuple[Met, Array, Array, Places]:
-        met, computed, number, equal = state
+        met, order, number, equal = state
         own = key_of(x)
         place = _place(functools.reduce(lambda mark, one: mark * _MIXED + one, own))
         met, other = _looked_up(met, place)
@@ -74,11 +73,11 @@ def distinct_rows(p: CostArrays, records: Records, layouts: Array, begun: Places
         of = jnp.where(is_new, x, known)
         equal = Places._make(map(put, equal, places_of(p, x), places_of(p, of)))
         # The entry behind the last distinct one is written always, and counted only where it is another.
-        return met._replace(last=of, place=place), put(computed, number, x), number + is_new.astype(jnp.int32), equal
+        return met._replace(last=of, place=place), put(order, number, x), number + is_new.astype(jnp.int32), equal
 
     nothing, none = jnp.zeros(p.row_class.shape[0], jnp.int32), jnp.int32(0)
-    _, computed, number, equal = lax.fori_loop(0, p.counts[5], body, (_nobody(), nothing, none, begun))
-    return DistinctRows(Listed(computed, number), equal)
+    _, order, number, equal = lax.fori_loop(0, p.counts[5], body, (_nobody(), nothing, none, begun))
+    return DistinctRows(order, number, equal)
 
 
 def _nobody() -> Met:

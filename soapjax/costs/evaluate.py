@@ -16,7 +16,7 @@ from soapjax.costs.rules.sets import MAX_AXES, decoded
 from soapjax.costs.tables.arrays import CostArrays, Records, cost_arrays, need_of, records_of
 from soapjax.costs.tables.buckets import Bucket, bucket_for
 from soapjax.costs.tables.problem_tables import CostTables
-from soapjax.costs.whole import Evaluated, Over, PerRecord, Rows, evaluate, nothing_yet, standing
+from soapjax.costs.whole import Evaluated, Over, PerRecord, evaluate, nothing_yet, standing
 from soapjax.jit.programs import PlannerProgram
 from soapjax.strategy.configs import REPLICATE
 
@@ -174,17 +174,20 @@ class Evaluator:
     def costs(self, of: Evaluated, lane: int) -> Costs:
         """All figures of one of the strategies."""
         t, each = self.tables, of.per_record
-        rows = {name: figure_of_rows(each, name, lane) for name in Rows._fields}
         num_t, num_e, num_p = len(t.tensor_bytes), len(t.edge_task), len(t.parameter_op)
         previous = _own(each.previous, lane, num_e)
         since = np.where(previous >= 0, t.edge_task[previous] + 1, 0)
         of_slots = _own(each.layout, lane, t.replicated_slot + 1)
-        home, raw, resolved = (self._layouts(rows[name][:num_t]) for name in ("home", "raw", "resolved"))
+
+        def of_rows(name: str, count: int | None = None) -> Array:
+            return figure_of_rows(each, name, lane)[:count]
+
+        home, raw, resolved = (self._layouts(of_rows(name, num_t)) for name in ("home", "raw", "resolved"))
         found = Layouts(self._layouts(of_slots), home, raw, resolved, since > 0, since)
         parts = Parts(
-            reshard_s=self._seconds(rows["full_s"])[1], held_bytes=rows["held"][:num_t], copy_bytes=rows["copy"][:num_e],
-            transient_bytes=rows["transient"][:num_t], waiting_bytes=rows["waiting"][:num_t],
-            stored_bytes=_own(each.state_bytes, lane, num_p), is_sent=rows["is_sent"][:num_e],
+            reshard_s=self._seconds(of_rows("full_s"))[1], held_bytes=of_rows("held", num_t), copy_bytes=of_rows("copy", num_e),
+            transient_bytes=of_rows("transient", num_t), waiting_bytes=of_rows("waiting", num_t),
+            stored_bytes=_own(each.state_bytes, lane, num_p), is_sent=of_rows("is_sent", num_e),
         )  # fmt: skip
         return Costs(
             durations=self._durations(of, lane), layouts=found, bytes_by_collective=self._sent(of, lane),
@@ -219,16 +222,16 @@ class Evaluator:
         each = of.per_record
         return Durations(_own(each.compute_s, lane, self.tables.num_tasks), *self._seconds(np.asarray(each.paid_s)[..., lane]))
 
-    def _seconds(self, of_rows: Array) -> list[Array]:
+    def _seconds(self, seconds: Array) -> list[Array]:
         """Of the topology's own levels, by kinds of rows."""
         missing = self.bucket.levels - self.tables.links.num_levels
-        return [x[:, missing:] for x in self._by_kind(of_rows)]
+        return [x[:, missing:] for x in self._by_kind(seconds)]
 
-    def _by_kind(self, of_rows: Array) -> list[Array]:
+    def _by_kind(self, figures: Array) -> list[Array]:
         """Of tensors, reshards, and collectives inside tasks: copies, since what they are of may be written over."""
         t = self.tables
         ends = np.cumsum([len(t.tensor_bytes), len(t.edge_task), len(t.sum_task)])
-        return np.split(np.array(of_rows[: ends[-1]]), ends[:-1])
+        return np.split(np.array(figures[: ends[-1]]), ends[:-1])
 
     def _holders(self, of: Evaluated, lane: int) -> Holders | None:
         t, each = self.tables, of.per_record

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from soapjax.costs.equal_rows import distinct_rows, equal_layouts
+from soapjax.costs.equal_rows import DistinctRows, distinct_rows, equal_layouts
 from soapjax.costs.memory.peak_memory import Lives, Steps, memory_of, no_steps
-from soapjax.costs.rules.base import Listed, Span
+from soapjax.costs.rules.base import Span
 from soapjax.costs.rules.links import COLLECTIVES
 from soapjax.costs.rules.record_rules import (
     compute_s,
@@ -29,7 +29,7 @@ from soapjax.costs.rules.record_rules import (
     violations,
 )
 from soapjax.costs.rules.sets import DIGITS, SET, every, parts_of, union
-from soapjax.costs.tables.arrays import CostArrays, Places, Records, edge_of, places_of
+from soapjax.costs.tables.arrays import ROW_LAYOUTS, CostArrays, Places, Records, edge_of, places_of
 from soapjax.costs.tables.buckets import Bucket
 from soapjax.jit.array_types import Array
 from soapjax.jit.kernel import added, in_kernel, put, row, zeroed
@@ -121,7 +121,7 @@ class Evaluated(NamedTuple):
         return self.over.per_record
 
 
-def slots_pass(p: CostArrays, records: Records, of: Span | Listed, config: Array, begun: Slots, others: Array) -> Slots:
+def slots_pass(p: CostArrays, records: Records, of: Span, config: Array, begun: Slots, others: Array) -> Slots:
     """Layouts of some slots, and what their tasks compute and move.
 
     `config` [n, C, Q] by the records' operators; `others` [n, W] layouts that slots are copied from.
@@ -140,7 +140,7 @@ def slots_pass(p: CostArrays, records: Records, of: Span | Listed, config: Array
     return lax.fori_loop(0, of.number, body, begun)
 
 
-def parameters_pass(p: CostArrays, records: Records, of: Span | Listed, storage: Array, begun: Stored) -> Stored:
+def parameters_pass(p: CostArrays, records: Records, of: Span, storage: Array, begun: Stored) -> Stored:
     """Storages of some parameters; `storage` int8 [n, Q] by the records' operators."""
     dims = p.row_shape.shape[1]
 
@@ -163,7 +163,7 @@ def parameters_pass(p: CostArrays, records: Records, of: Span | Listed, storage:
 
 
 def tasks_pass(
-    p: CostArrays, records: Records, of: Span | Listed, config: Array, work: Array, shards: Array, begun: Array
+    p: CostArrays, records: Records, of: Span, config: Array, work: Array, shards: Array, begun: Array
 ) -> Array:
     """Seconds [n, Q] of some tasks, by the `work` of their slots; `shards` [n, Q] by the records of parameters."""
 
@@ -201,13 +201,14 @@ def sharing_pass(p: CostArrays, layout: Array, again: Array, begun: Array) -> Ar
     return lax.fori_loop(0, p.counts[4], of_edge, begun)
 
 
-def rows_pass(p: CostArrays, records: Records, of: Listed, layout: Array, begun: Rows) -> Rows:
-    """Some rows of a problem, as if no copy were shared."""
+def rows_pass(p: CostArrays, records: Records, of: DistinctRows, layout: Array, begun: Rows) -> Rows:
+    """The rows of a problem that differ, as if no copy were shared."""
 
     def body(j: Array, rows: Rows) -> Rows:
-        record = row(records.row, of.record(j))
-        found = row_costs(p, record, *(row(layout, record[i]) for i in range(1, 5)))
-        return Rows._make(map(put, rows, standing(places_of(p, of.place(j))), found))
+        x = row(of.order, j)
+        record = row(records.row, x)
+        found = row_costs(p, record, *(row(layout, record[i]) for i in ROW_LAYOUTS))
+        return Rows._make(map(put, rows, standing(places_of(p, x)), found))
 
     return lax.fori_loop(0, of.number, body, begun)
 
@@ -229,7 +230,7 @@ def paid_pass(p: CostArrays, previous: Array, rows: Rows, equal: Array, begun: t
 
 
 def on_pass(
-    p: CostArrays, records: Records, parameters: Span | Listed, tasks: Span | Listed, config: Array, layout: Array,
+    p: CostArrays, records: Records, parameters: Span, tasks: Span, config: Array, layout: Array,
     begun: tuple[Array, Array],
 ) -> tuple[Array, Array]:  # fmt: skip
     """The device groups that compute some tasks and that store some parameters, bool [n, G, Q] each.
@@ -276,10 +277,10 @@ def evaluate(p: CostArrays, records: Records, axes: Array, storage: Array, over:
     stored = in_kernel(parameters_pass, p, records, parameters, storage, begun)
     seconds = in_kernel(tasks_pass, p, records, tasks, config, found.work, stored.shards, before.compute_s)
     layouts = in_kernel(equal_layouts, p, stored.layout)
-    computed, equal = in_kernel(distinct_rows, p, records, layouts, before.equal)
-    rows = in_kernel(rows_pass, p, records, computed, stored.layout, before.rows)
+    apart = in_kernel(distinct_rows, p, records, layouts, before.equal)
+    rows = in_kernel(rows_pass, p, records, apart, stored.layout, before.rows)
     previous = in_kernel(sharing_pass, p, stored.layout, gathers_again(p, storage), before.previous)
-    paid_s, on_rows, sent_on = in_kernel(paid_pass, p, previous, rows, equal.row, (before.paid_s, before.on_rows))
+    paid_s, on_rows, sent_on = in_kernel(paid_pass, p, previous, rows, apart.equal.row, (before.paid_s, before.on_rows))
     on_compute, on_stored = before.on_compute, before.on_stored
     if p.has_pins:
         on_compute, on_stored = in_kernel(
@@ -287,11 +288,11 @@ def evaluate(p: CostArrays, records: Records, axes: Array, storage: Array, over:
         )  # fmt: skip
     lives = Lives(
         held=rows.held, copy=rows.copy, is_sent=rows.is_sent, transient=rows.transient, waiting=rows.waiting, previous=previous,
-        on=rows.on, on_kept=rows.on_kept, equal=equal,
+        on=rows.on, on_kept=rows.on_kept, equal=apart.equal,
     )  # fmt: skip
     memory, curve, steps = in_kernel(memory_of, p, lives, stored.state_bytes, on_stored, before.memory, scratch.steps)
     each = PerRecord(
-        config=config, layout=stored.layout, compute_s=seconds, on_compute=on_compute, rows=rows, equal=equal, paid_s=paid_s,
+        config=config, layout=stored.layout, compute_s=seconds, on_compute=on_compute, rows=rows, equal=apart.equal, paid_s=paid_s,
         on_rows=on_rows, state_bytes=stored.state_bytes, shards=stored.shards, on_stored=on_stored, previous=previous, memory=curve,
     )  # fmt: skip
     written = Over(each, Accumulators(found.work, steps))

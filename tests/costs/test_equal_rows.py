@@ -7,9 +7,8 @@ from problems import case_with
 from test_evaluate import call, of_the_problem
 
 from soapjax.costs import equal_rows
-from soapjax.costs.equal_rows import distinct_rows, equal_layouts
+from soapjax.costs.equal_rows import DistinctRows, distinct_rows, equal_layouts
 from soapjax.costs.evaluate import LANES, Evaluator, figure_of_rows, forget_results
-from soapjax.costs.rules.base import Listed
 from soapjax.costs.whole import nothing_yet, rows_pass
 from soapjax.strategy.configs import Strategy
 
@@ -40,8 +39,8 @@ def told_apart(evaluator, each):
 def test_figures_are_as_if_every_row_were_computed(model, topology, pins):
     c, evaluator, found = judged(model, topology, pins)
     each, count = found.per_record, int(evaluator.arrays.counts[5])
-    every = Listed(np.arange(evaluator.bucket.rows + 1, dtype=np.int32), np.int32(count))
     nothing = nothing_yet(evaluator.bucket, LANES).per_record
+    every = DistinctRows(nothing.equal.row, np.int32(count), nothing.equal)
     expected = nothing._replace(rows=jax.jit(rows_pass)(*evaluator._whole, every, each.layout, nothing.rows))
     for name in each.rows._fields:
         kind = len(c.tables.edge_task) if name in ("copy", "is_sent") else len(c.tables.tensor_bytes)
@@ -65,7 +64,7 @@ def test_equal_rows_have_equal_numbers_and_layouts(model, topology, pins, bits, 
     of_layouts = layout[record[:, 1:5]].reshape(count, -1)
     for x in (*numbers, of_layouts):
         np.testing.assert_array_equal(x[equal], x)
-    distinct = np.asarray(apart.computed.order)[: int(apart.computed.number)]
+    distinct = np.asarray(apart.order)[: int(apart.number)]
     np.testing.assert_array_equal(distinct, np.flatnonzero(equal == np.arange(count)))
     differ = len(np.unique(np.concatenate([*(x.astype(np.float64) for x in numbers), of_layouts], 1), axis=0))
     assert differ <= len(distinct)

@@ -1,5 +1,5 @@
 """One strategy's costs, summand by summand, what Q candidate configs of one operator make of some of them, and which records are
-computed: an operator's own, or some of the whole graph."""
+computed."""
 
 from __future__ import annotations
 
@@ -96,19 +96,6 @@ class Span(NamedTuple):
     def place(self, j: Array) -> Array:
         """Where what it gives is put."""
         return j
-
-
-class Listed(NamedTuple):
-    """Some records of the whole graph, each computed into a place of its own."""
-
-    order: Array  # int32 [n]: they are the first `number`
-    number: Scalar  # int32 []
-
-    def record(self, j: Array) -> Array:
-        return row(self.order, j)
-
-    def place(self, j: Array) -> Array:
-        return self.record(j)
 
 
 def span(own: OwnRecords, n: Array, kind: int) -> Span:

@@ -29,6 +29,7 @@ from soapjax.strategy.layout import HALO, PARTIAL
 from soapjax.strategy.space import NOT_FIXED
 
 TENSOR, EDGE, SUM = range(3)  # kinds of rows
+ROW_LAYOUTS = range(1, 5)  # of a row's record: the places of the layouts that its costs depend on
 NONE = -1
 
 
@@ -220,14 +221,16 @@ def _rows(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
     fixed[:num_t] = encoded(np.where(tables.tensor_fixed == NOT_FIXED, -1, tables.tensor_fixed), b.dims, bool(b.groups))
     fixed[edges] = fixed[tables.edge_tensor]
     found: dict[str, np.ndarray] = {"row_int": numbers, "row_float": figures, "row_shape": shape, "row_fixed": fixed}
-    found["row_class"] = _numbered(np.concatenate([x.view(np.uint8) for x in map(np.ascontiguousarray, found.values())], 1))
+    of_bytes = np.concatenate([x.view(np.uint8) for x in map(np.ascontiguousarray, found.values())], 1)
+    found["row_class"] = distinct(of_bytes)[1].astype(np.int32)
     return {name: padded(x, b.rows + 1) for name, x in found.items()}
 
 
-def _numbered(rows: np.ndarray) -> np.ndarray:
-    """int32 [n]: equal numbers for equal rows of bytes [n, m]."""
-    whole = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.shape[1])))[:, 0]
-    return np.unique(whole, return_inverse=True)[1].astype(np.int32)
+def distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of rows [n, m]: int [d], one of each that differs in its bytes, and int [n], which of these each row equals."""
+    packed = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.shape[1] * rows.itemsize))).reshape(-1)
+    _, first, index = np.unique(packed, return_index=True, return_inverse=True)
+    return first, index
 
 
 def _tensor_lives(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:

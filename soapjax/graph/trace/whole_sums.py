@@ -10,7 +10,7 @@ update is multiplied and summed up like all else in it: as a product it would be
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Container, Iterator, MutableMapping
+from collections.abc import Callable, Container, MutableMapping
 from typing import Any
 
 import jax
@@ -64,7 +64,7 @@ def _flat_values(
     shapes: dict[int, tuple[int, ...]] = {}
     made_of: dict[int, list[int]] = {}
     readers: dict[int, list[dict]] = collections.defaultdict(list)
-    for r in _equations(records):
+    for r in (r for r in records if "const" not in r):
         operands = [a for a in r["inputs"] if isinstance(a, int)]
         for a in operands:
             readers[a].append(r)
@@ -89,10 +89,6 @@ def _flat_values(
 
 def _shape(atom: Any, avals: MutableMapping[int, Any]) -> tuple[int, ...]:
     return tuple((avals[atom] if isinstance(atom, int) else atom.aval).shape)
-
-
-def _equations(records: list[dict]) -> Iterator[dict]:
-    return (r for r in records if "const" not in r)
 
 
 def _takes(record: dict, shapes: dict[int, tuple[int, ...]], avals: MutableMapping[int, Any]) -> bool:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from soapjax.costs.tables.arrays import distinct
 from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.search.relaxation.own_rows import OwnRows, layout_names
 from soapjax.search.relaxation.sharing import Twins, sharing_of
@@ -138,8 +139,7 @@ class _Terms:
         joined = np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
         key = (joined.shape, joined.tobytes())
         if key not in self.distinct:
-            packed = np.ascontiguousarray(joined).view(np.dtype((np.void, joined.shape[1] * joined.itemsize))).reshape(-1)
-            _, first, index = np.unique(packed, return_index=True, return_inverse=True)
+            first, index = distinct(joined)
             self.distinct[key] = (joined[first], index.astype(np.int32))
         return self.distinct[key]
 
