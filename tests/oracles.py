@@ -39,7 +39,7 @@ class Reshard:
     trips: int
     scope: str | None  # None where it is never shared
     dtype: str  # as which it is sent
-    is_shared: bool = False
+    held_until: int = -1  # the last task at which it holds its copy
 
 
 @dataclasses.dataclass
@@ -82,9 +82,14 @@ class _Oracle:
                 self.raw[access.tensor] = self.layout(task, access)
         self.common: dict[int, Layout] = {}  # of summands, partial sums included
         for chain in graph.accumulations:
-            layout = self.raw[chain.layout_of]
+            layout, parameter = self.raw[chain.layout_of], graph.parameters[chain.parameter]
+            storage = space.storages[strategy.storage[parameter.owner]]
+            if chain.follows_storage and (any(storage.again) or storage.scatters):
+                layout = self.stored_gradient(parameter)
             self.common.update(dict.fromkeys((*chain.summands, *chain.running), layout))
             self.raw.update(dict.fromkeys((*chain.running, chain.total), layout))
+            if chain.is_carried:  # the loop goes on with it as it is
+                self.readers[chain.total] = [r for r in self.readers[chain.total] if r[0] > self.writer[chain.total]]
         for joint in graph.joint_sums:
             *others, last = joint.summands
             if PARTIAL in self.raw[last]:
@@ -205,8 +210,9 @@ class _Oracle:
         never_split = all(
             a.dims[0] == NOT_SPLIT for t in self.graph.tasks for a in t.reads if a.tensor == i and a.dims
         )  # fmt: skip
-        is_sliced = tensor.input_leaf >= 0 and task.trip_count > 1 and tensor.shape[:1] == (task.trip_count,) and never_split
-        return (tensor.size_bytes / task.trip_count if is_sliced else tensor.size_bytes), is_sliced
+        slices = max([a.slices for a in task.reads if a.tensor == i], default=1)
+        is_sliced = tensor.input_leaf >= 0 and slices > 1 and never_split
+        return (tensor.size_bytes / slices if is_sliced else tensor.size_bytes), is_sliced
 
     def compute(self, k: int) -> float:
         task, device = self.graph.tasks[k], self.topology.device
@@ -267,13 +273,21 @@ class _Oracle:
         if earlier.dtype != later.dtype:
             return False
         parameter = self.parameter_of.get(later.tensor)
-        phases = self.graph.tasks[earlier.task].phase, self.graph.tasks[later.task].phase
         is_cpu = self.topology.device.platform == "cpu"  # where XLA merges the two, if they gather alike
         if parameter is not None:
             storage = self.space.storages[self.strategy.storage[parameter.owner]]
             if any(storage.again) and (not is_cpu or storage.again != storage.axes and self.may_be_left(parameter)):
-                return not (phases[0] == FORWARD and phases[1] != FORWARD)
+                return self.reads_later(earlier) == self.reads_later(later)
         return True
+
+    def reads_later(self, c: Reshard) -> bool:
+        """Whether the backward pass reads a parameter, and no loop holds a copy for both passes."""
+        loop = c.scope.split("/")[0]
+        others = [
+            t for t in self.graph.tasks if t.phase == FORWARD and loop and t.scope.split("/")[0] == loop
+            and any(a.tensor == c.tensor for a in t.reads)
+        ]  # fmt: skip
+        return self.graph.tasks[c.task].phase != FORWARD and not (others and c.trips == 1)
 
     @functools.cached_property
     def pooled_at(self) -> dict[tuple[int, int], int]:
@@ -439,7 +453,22 @@ class _Oracle:
                 for access in makers[i].reads:
                     if access.tensor in spans:
                         spans[access.tensor][1] = max(spans[access.tensor][1], spans[i][0])
+        for i, span in spans.items():  # a loop has a place for what goes in or comes out while it runs
+            outside = [""] * bool(self.graph.tensors[i].output_leaves)
+            for scope in [t.scope for t in self.graph.tasks if any(a.tensor == i for a in t.reads)] + outside:
+                span[0] = min(span[0], *self.loop_entered(self.scope_of(i), scope), span[0])
+                span[1] = max(span[1], *self.loop_entered(scope, self.scope_of(i)), span[1])
         return spans
+
+    def scope_of(self, i: int) -> str:
+        """The loop, in how many others, that makes a tensor."""
+        return self.graph.tasks[self.writer[i]].scope if i in self.writer else ""
+
+    def loop_entered(self, inside: str, outside: str) -> list[int]:
+        """The tasks of the outermost loop around `inside` that is not around `outside`."""
+        around = ["/".join(inside.split("/")[: n + 1]) for n in range(inside.count("/") + 1)] if inside else []
+        loop = next((x for x in around if not f"{outside}/".startswith(f"{x}/")), None)
+        return [k for k, t in enumerate(self.graph.tasks) if loop is not None and f"{t.scope}/".startswith(f"{loop}/")]
 
     def costs(self) -> PlainCosts:
         tasks, tensors = self.graph.tasks, self.graph.tensors
@@ -497,8 +526,13 @@ class _Oracle:
                 is_parameter, shape = c.tensor in self.parameter_of, tensors[c.tensor].shape
                 seconds = add(*self.reshard(home, c.target, c.size, c.trips, is_parameter, shape))
             reshard_s[c.task, c.tensor] = reshard_s.get((c.task, c.tensor), 0.0) + seconds
+            c.held_until = c.task
+            if c.scope and c.trips == 1:  # made before a loop, which holds it
+                loop = self.loop_entered(c.scope, self.scope_of(c.tensor))
+                made, here = min([made, *loop]), max([here, *loop])
+                c.held_until = max([c.task, *loop])
             if c.target != home:
-                since = min(max(e.task for e in before) + 1, here) if before else made
+                since = min(before[-1].held_until + 1, here + 1) if before else made  # after the last reader before
                 for k in range(since, here + 1):
                     live[k] += c.size / self.shards(c.target)
             is_sent = any(h != t and h != REPLICATED for h, t in zip(home, c.target, strict=True))

@@ -55,6 +55,7 @@ PROBLEMS = (
     ("rnnlm", "2x4"),
     ("moe", "a100x64"),
     ("casts", "a100x8"),
+    ("adding_up", "2x4"),
 )
 # To trace and to compile.
 SLOW = (("moe", "a100x64"), ("mlp", "a100x64"), ("lm_scan", "2x4"), ("resnet", "dgx1_v100x8"), ("rnnlm", "2x4"))
@@ -117,6 +118,28 @@ def casting_arguments(batch: int = 32, width: int = 64):
     return params, {"x": jax.random.normal(keys[0], (batch, width))}
 
 
+def adding_up(params, batch, parts: int = 4):
+    """Adds up gradients itself: of the first part of the batch, and in a loop of the others; one weight is used twice."""
+
+    def loss(params, x):
+        x = jnp.tanh(x @ params["w1"] + params["b"])
+        return (jnp.tanh(x @ params["w2"]) @ params["w2"]).mean()
+
+    def one(total, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(jnp.add, total, (value, grads)), None
+
+    x = batch["x"].reshape(parts, -1, *batch["x"].shape[1:])
+    (value, grads), _ = jax.lax.scan(one, jax.value_and_grad(loss)(params, x[0]), x[1:])
+    return jax.tree.map(lambda p, g: p - 0.1 / parts * g, params, grads), value / parts
+
+
+@functools.cache
+def adding_up_arguments(batch: int = 64, width: int = 32):
+    params, x = casting_arguments(batch, width)
+    return {"w1": params["w1"], "w2": params["w2"], "b": params["w3"][0]}, x
+
+
 def abstract(module: str, **sizes: Any) -> tuple[Callable, Any, Any]:
     """A model's step, and shapes in place of its state and batch: nothing is allocated, and nothing compiled."""
     made = importlib.import_module(f"models.{module}")
@@ -142,6 +165,8 @@ def graph_with(model: str, **changes: int) -> OperatorGraph:
     """As `graph_of`, with other sizes."""
     if model == "casts":
         return build_graph(trace(casting_step, *casting_arguments(**changes)))[0]
+    if model == "adding_up":
+        return build_graph(trace(adding_up, *adding_up_arguments(**changes)))[0]
     module, sizes = MODELS[model]
     sizes = {**sizes, **changes}
     step = trace(*abstract(module, **sizes))

@@ -100,9 +100,10 @@ def moved(
 
     def parameter(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         layout, state_bytes, on_stored = state
-        which, _, *places, _, to, gradient_to, left_to = (row(own.records.parameter, first + j)[i] for i in range(9))
-        for place, global_slot in zip(places, (to, gradient_to, left_to), strict=True):
-            layout = put(layout, global_slot, lane(into.layout, place))
+        record = row(own.records.parameter, first + j)
+        which, places, slots = record[0], [record[i] for i in range(3, 7)], [record[i] for i in range(8, 12)]
+        for place, to in zip(places, slots, strict=True):
+            layout = put(layout, jnp.where(to >= 0, to, layout.shape[0] - 1), lane(into.layout, place))
         return layout, put(state_bytes, which, lane(into.state_bytes, j)), put(on_stored, which, lane(into.on_stored, j))
 
     first, count = counted(1)

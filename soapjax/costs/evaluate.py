@@ -43,7 +43,7 @@ class Layouts(NamedTuple):
     raw: Array  # int8 [T, A]: as its producer makes it, PARTIAL included
     resolved: Array  # int8 [T, A]: what its resolution costs the way to
     is_shared: Array  # bool [E]: the reshard was made before for another reader
-    shared_since: Array  # int32 [E]: the task after the last reader of that copy, 0 where it is not shared
+    shared_since: Array  # int32 [E]: from when on it holds that copy after its last reader, 0 where it is not shared
 
 
 class Parts(NamedTuple):
@@ -176,7 +176,7 @@ class Evaluator:
         t, each = self.tables, of.per_record
         num_t, num_e, num_p = len(t.tensor_bytes), len(t.edge_task), len(t.parameter_op)
         previous = _own(each.previous, lane, num_e)
-        since = np.where(previous >= 0, t.edge_task[previous] + 1, 0)
+        since = np.where(previous >= 0, t.edge_handed_on[previous], 0)
         of_slots = _own(each.layout, lane, t.replicated_slot + 1)
 
         def of_rows(name: str, count: int | None = None) -> Array:
@@ -302,7 +302,7 @@ def lifespans(tables: CostTables, found: Layouts, sent: Array) -> Lifespans:
     np.maximum.at(last, tables.edge_tensor, needed)
     until = np.clip(last, at_least, death)
     task = np.minimum(read_at, tables.num_tasks - 1)
-    copy_since = np.where(found.is_shared, np.minimum(found.shared_since, task), np.minimum(made_at, task))
+    copy_since = np.where(found.is_shared, np.minimum(found.shared_since, task + 1), np.minimum(made_at, task))
     return Lifespans(alive, birth[alive], np.where(tables.working.waits, birth, until)[alive], copy_since, task)
 
 

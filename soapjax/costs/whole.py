@@ -145,13 +145,13 @@ def parameters_pass(p: CostArrays, records: Records, of: Span, storage: Array, b
     dims = p.row_shape.shape[1]
 
     def body(j: Array, state: Stored) -> Stored:
-        which, used, *places, op = (row(records.parameter, of.record(j))[i] for i in range(6))
-        axes = jnp.zeros((2, *storage.shape[1:]), SET)
+        which, used, summand, *places, op = (row(records.parameter, of.record(j))[i] for i in range(8))
+        axes = jnp.zeros((3, *storage.shape[1:]), SET)
         chosen = row(storage, op).astype(jnp.int32)
         axes = lax.fori_loop(
             0, p.storage_axes.shape[0], lambda i, x: jnp.where(chosen == i, row(p.storage_axes, i)[:, None], x), axes
         )  # fmt: skip
-        found = stored_layout(p, which, row(state.layout, used), axes)
+        found = stored_layout(p, which, row(state.layout, used), row(state.layout, summand), axes)
         shards = parts_of(p.mesh, union(found[0][:dims]))
         layout = state.layout
         for place, one in zip(places, found, strict=True):
@@ -240,7 +240,7 @@ def on_pass(
     op_dims = p.divisors.shape[1]
 
     def stored(j: Array, found: Array) -> Array:
-        return put(found, parameters.place(j), holders(p, row(layout, row(records.parameter, parameters.record(j))[2])))
+        return put(found, parameters.place(j), holders(p, row(layout, row(records.parameter, parameters.record(j))[3])))
 
     on_stored = lax.fori_loop(0, parameters.number, stored, begun[1])
 

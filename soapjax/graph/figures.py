@@ -23,7 +23,7 @@ from typing import Any
 import pydantic
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.graph.operators import HEAVY_RESULT, NO_GRADIENT, NOT_SPLIT, Halo, InnerSum, OperatorGraph, Work
+from soapjax.graph.operators import HEAVY_RESULT, NO_GRADIENT, NOT_SPLIT, Access, Halo, InnerSum, OperatorGraph, Task, Work
 from soapjax.graph.passes.checks import check_graph
 
 MOST = 2**53  # of sizes and counts: whole numbers up to it are exact as floats
@@ -79,7 +79,21 @@ def graph_of(figures: dict[str, Any], *, place: str = "operator_graph") -> Opera
         raise SoapjaxError(
             Problem(f"{place}: {p.place}", p.value, p.expected, REMEDY) for p in e.problems[:MOST_PROBLEMS]
         ) from None
-    return graph
+    return _with_slices(graph)
+
+
+def _with_slices(graph: OperatorGraph) -> OperatorGraph:
+    """Where a file is older than what says so: an argument is read slice by slice by a loop of as many trips as it has rows."""
+
+    def with_slices(task: Task) -> Task:
+        def of(a: Access) -> Access:
+            shape = graph.tensors[a.tensor].shape
+            is_sliced = task.trip_count > 1 and graph.tensors[a.tensor].input_leaf >= 0 and shape[:1] == (task.trip_count,)
+            return a._replace(slices=task.trip_count if is_sliced else 1) if a.slices == 0 else a
+
+        return task._replace(reads=tuple(map(of, task.reads)), writes=tuple(map(of, task.writes)))
+
+    return dataclasses.replace(graph, tasks=tuple(map(with_slices, graph.tasks)))
 
 
 def _grouped(row: Any) -> Any:
@@ -176,6 +190,7 @@ def _check_tasks(graph: OperatorGraph, found: _Ranges) -> None:
         own += [d for part in parts for d in part.dims] + [d for h in task.halos for d in h.edges]
         within(f"{at}: dims", own, 0, dims)
         within(f"{at}: operands", [a.operand for a in accesses], -1, MOST_DIMS * 1024)
+        within(f"{at}: slices", [a.slices for a in accesses], 0, MOST)
         # A sum, a halo or FLOPs beyond any machine's: what is made of them must stay a finite float32.
         sizes = [s.size_bytes for s in task.sums] + [h.size_bytes for h in task.halos]
         amounts = [*(w.flops for w in task.work), *sizes, task.memory.result_bytes, task.memory.costly_bytes]

@@ -36,7 +36,8 @@ class Access(NamedTuple):
 
     `dims[d]` is the op dim that splits dim d of the tensor, or NOT_SPLIT. A result is partial on the axes
     assigned to `reduced`. `operand` is the position among the heavy equation's operands (or results), -1 in a region. `trips`: how
-    many values of a loop's tensor it reads at once, stacked, after the loop.
+    many values of a loop's tensor it reads at once, stacked, after the loop. `slices`: into how many slices loops take an argument
+    apart, of which it reads one per trip; 0 where an older file does not say.
     """
 
     tensor: int
@@ -44,6 +45,7 @@ class Access(NamedTuple):
     reduced: tuple[int, ...] = ()
     operand: int = -1
     trips: int = 1
+    slices: int = 0
 
 
 class Work(NamedTuple):
@@ -183,6 +185,7 @@ class Accumulation(NamedTuple):
     """The sum of what several uses of a parameter contribute to its gradient, as tensors.
 
     All are laid out like one summand of the parameter's owner, partial sums included; only the total is summed over devices.
+    Those that a step makes itself, of several backward passes, need not be (`follows_storage`).
     """
 
     parameter: int
@@ -191,6 +194,9 @@ class Accumulation(NamedTuple):
     total: int
     is_carried: bool  # by a loop: the total is there after the loop, not after every trip
     layout_of: int  # the summand that says how it is laid out
+    # Whether all are laid out as the gradient is stored where the parameter's storage scatters gradients (`Storage.is_scattering`):
+    # every summand is then scattered, and no device holds a sum of all.
+    follows_storage: bool = False
 
 
 class JointSum(NamedTuple):
@@ -293,7 +299,7 @@ class OperatorGraph:
             ],
             "tensors": [(t.shape, t.dtype, t.copies, t.input_leaf, t.output_leaves) for t in self.tensors],
             "parameters": self.parameters,
-            "accumulations": self.accumulations,
+            "accumulations": [a[:6] for a in self.accumulations],
             "paths": (self.in_paths, self.out_paths),
         }
         return hashlib.sha256(json.dumps(data, separators=(",", ":")).encode()).hexdigest()

@@ -46,3 +46,15 @@ def left_parameters(graph: OperatorGraph) -> dict[int, int]:
                 phases.setdefault(k, set()).add(task.phase)
     single = (k for k, readers in _readers(graph).items() if len(readers) == 1)
     return {k: first[k] for k in single if {FORWARD, BACKWARD} <= phases[k]}
+
+
+def served_by_loop(graph: OperatorGraph) -> frozenset[tuple[int, int]]:
+    """(backward task, tensor) where a parameter is read in a loop whose forward tasks read it too, as of gradients added up in it.
+
+    The loop holds until its end what it reads of outside: one copy serves both passes. Not meant are slices of it, by trip.
+    """
+    parameters = {p.tensor for p in graph.parameters}
+    read = [(k, a.tensor) for k, t in enumerate(graph.tasks) if t.scope for a in t.reads if a.tensor in parameters]
+    loop = [task.scope.partition("/")[0] for task in graph.tasks]
+    forward = {(loop[k], i) for k, i in read if graph.tasks[k].phase == FORWARD}
+    return frozenset((k, i) for k, i in read if graph.tasks[k].phase == BACKWARD and (loop[k], i) in forward)

@@ -50,6 +50,11 @@ class Storage(NamedTuple):
         return any(self.again)
 
     @property
+    def is_scattering(self) -> bool:
+        """Whether gradients that are added up are scattered before that: no device holds a whole sum."""
+        return self.regathers or self.scatters
+
+    @property
     def left(self) -> tuple[bool, ...]:
         """The axes that split the part that the forward pass leaves the backward pass; none where it leaves nothing."""
         return tuple(x and self.again != self.axes for x in self.again)
@@ -69,6 +74,11 @@ class StorageName(NamedTuple):
     axes: tuple[str, ...]
     again: tuple[str, ...]
     scatters: bool
+
+    @property
+    def is_scattering(self) -> bool:
+        """As of `Storage`."""
+        return bool(self.again) or self.scatters
 
     def __str__(self) -> str:
         if not self.axes:
@@ -90,12 +100,15 @@ class StorageName(NamedTuple):
         return StorageName(axes, (names(how) or axes) if how.startswith("regathered") else (), "gradients" in how)
 
 
-def storage_options(mesh: FactorMesh) -> tuple[Storage, ...]:
-    """Of one program: as used; over all axes or those of the fastest level, kept or regathered; over all, regathered over these."""
+def storage_options(mesh: FactorMesh, *, adds_up: bool = False) -> tuple[Storage, ...]:
+    """Of one program: as used; over all axes or those of the fastest level, kept or regathered; over all, regathered over these.
+
+    Where the step itself adds up gradients (`adds_up`), also kept with these sums in parts.
+    """
     masks = _masks(mesh)
     kept = (False,) * len(mesh.axis_names)
     ways = [Storage(m, again) for i, m in enumerate(masks) for again in (kept, *masks[i:])]
-    return (Storage(kept, kept), *ways)
+    return (Storage(kept, kept), *ways, *(Storage(m, kept, scatters=True) for m in masks if adds_up))
 
 
 def stage_storages(mesh: FactorMesh, *, adds_up: bool) -> tuple[Storage, ...]:

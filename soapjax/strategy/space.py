@@ -219,7 +219,8 @@ def search_space(
     if problems:
         raise SoapjaxError(problems)
     if storages is None:
-        storages = stage_storages(mesh, adds_up=False) if pins else storage_options(mesh)
+        adds_up = any(chain.follows_storage for chain in graph.accumulations)
+        storages = (stage_storages if pins else storage_options)(mesh, adds_up=adds_up)
     return SearchSpace(
         graph=graph, mesh=mesh, storages=storages, divisors=divisors, allowed=allowed, owns_parameters=owns, fixed_layouts=layouts,
         offers_pins=pins,

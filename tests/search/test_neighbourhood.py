@@ -29,7 +29,7 @@ Q = 32
 LIMITED = Objective("mdpe", max_bytes=1.0)  # so that bytes are part of what is judged
 FLOAT32_ERROR = 1e-5  # the contract; 9e-7 was the largest seen
 PINNED = (("mlp", "2x4"), ("lm_scan", "cpu8"))
-UNPINNED = [p for p in PROBLEMS if p[0] in ("mlp_of_sixes", "lm", "lm_scan", "lenet", "resnet", "casts")]
+UNPINNED = [p for p in PROBLEMS if p[0] in ("mlp_of_sixes", "lm", "lm_scan", "lenet", "resnet", "casts", "adding_up")]
 CASES = [(*p, False) for p in UNPINNED] + [(*p, True) for p in PINNED]
 every_case = pytest.mark.parametrize("model, topology, pins", CASES)
 

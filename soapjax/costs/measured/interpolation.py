@@ -62,7 +62,7 @@ def local_task(graph: OperatorGraph, k: int, degrees: Sequence[int]) -> LocalTas
         )
 
     moved = sum(
-        trip_bytes(graph, a.tensor, k) / math.prod(degrees[d] for d in a.dims if d != NOT_SPLIT)
+        trip_bytes(graph, a) / math.prod(degrees[d] for d in a.dims if d != NOT_SPLIT)
         for a in (*task.reads, *task.writes)
     )
     flops = sum(w.flops / math.prod(degrees[d] for d in w.dims) for w in task.work)

@@ -37,7 +37,7 @@ class Alive(NamedTuple):
 def begin_of(p: CostArrays, base: Base, e: Array) -> Array:
     """int32 []: the first task of its copy: behind the last reader before it of the same one, or where it is made."""
     before, last, made = row(base.previous, e), row(p.edge_life, e)[0], row(p.edge_life, e)[1]
-    return jnp.where(before >= 0, jnp.minimum(row(p.edge_life, jnp.maximum(before, 0))[2], last), made)
+    return jnp.where(before >= 0, jnp.minimum(row(p.edge_life, jnp.maximum(before, 0))[2], last + 1), made)
 
 
 def alive_of(p: CostArrays, base: Base) -> Alive:
@@ -228,7 +228,7 @@ class _Steps:
             d, left, diff = state
             task = row(p.edge_life, row(p.members, d))[2]
             here = left & (since == task)
-            return d - 1, left & ~here, added(diff, jnp.minimum(task, last), only_if(here, bytes_))
+            return d - 1, left & ~here, added(diff, jnp.minimum(task, last + 1), only_if(here, bytes_))
 
         places = begin_of(p, base, e), last + 1, made
         values = (-base_bytes, base_bytes - bytes_, only_if(since == 0, bytes_))

@@ -100,7 +100,7 @@ def steps_of(p: CostArrays, of: Lives, begun: Steps) -> Steps:
             c, left, alive = state
             y = row(p.members, c)
             begins = left & (previous == y)
-            return c - 1, left & ~begins, added(alive, jnp.minimum(row(p.edge_life, y)[2], last), only_if(begins, bytes_))
+            return c - 1, left & ~begins, added(alive, jnp.minimum(row(p.edge_life, y)[2], last + 1), only_if(begins, bytes_))
 
         start: tuple[Array, Array, Array] = place - 1, previous >= 0, alive
         return lax.while_loop(lambda x: (x[0] >= first) & x[1].any(), earlier, start)[2]

@@ -69,17 +69,18 @@ def slot_layout(p: CostArrays, record: Array, config: Array, begun: Array) -> Ar
     return found
 
 
-def stored_layout(p: CostArrays, which: Array, as_used: Array, storage: Array) -> tuple[Array, Array, Array]:
-    """Of a parameter: as it is stored, its gradient, and what the backward pass gathers again.
+def stored_layout(p: CostArrays, which: Array, as_used: Array, summand: Array, storage: Array) -> tuple[Array, ...]:
+    """Of a parameter: as it is stored, its gradient, what the backward pass gathers again, and sums of its gradient.
 
-    It is stored as its owner reads it, and over further axes by `storage` [2, Q]. Where the second of these has any, the forward
+    It is stored as its owner reads it, and over further axes by `storage` [3, Q]. Where the second of these has any, the forward
     pass leaves a part of what it read, split over those of them with which it is a slice: that come behind the axes of its use.
+    Where the third is not 0, a gradient of several passes is added up as it is stored, else as one `summand` is made.
     """
     dims = p.row_shape.shape[1]
     ints, fixed = row(p.parameter_int, which), row(p.parameter_fixed, which)[:, None]
     pins = as_used[dims + 1 :]
 
-    def storing(as_used: Array, pins: Array, axes: Array, left: Array) -> tuple[Array, Array]:
+    def storing(as_used: Array, pins: Array, axes: Array, left: Array, summand: Array) -> tuple[Array, Array, Array]:
         used = as_used[:dims]
         taken = union(used) | (pins[0] if pins.shape[0] else jnp.zeros_like(used[0]))
         own = (jnp.arange(dims) == ints[0])[:, None]
@@ -89,16 +90,17 @@ def stored_layout(p: CostArrays, which: Array, as_used: Array, storage: Array) -
         stored = jnp.concatenate([stored, jnp.zeros_like(stored[:1]), pins])
         stored = (stored & ~ints[2].astype(SET)) | fixed
         part = jnp.concatenate([stored[:dims] & (used | (left & ~up_to(used))), stored[dims:]])
-        return stored, jnp.where((ints[4] != 0) & (left != 0), part, stored)
+        return stored, jnp.where((ints[4] != 0) & (left != 0), part, stored), summand  # read here, before anything is written
 
-    stored, left = stage(p.mesh, storing, as_used, pins, storage[0], storage[1])
+    stored, left, summand = stage(p.mesh, storing, as_used, pins, storage[0], storage[1], summand)
 
     def shifted(d: Array, found: Array) -> Array:
         source = d + ints[3]
         value = row(stored, jnp.minimum(source, dims - 1))
         return lax.dynamic_update_index_in_dim(found, only_if(source < dims, value), d, 0)
 
-    return stored, lax.fori_loop(0, dims, shifted, stored), left
+    gradient = lax.fori_loop(0, dims, shifted, stored)
+    return stored, gradient, left, jnp.where(storage[2] != 0, gradient, summand)
 
 
 def compute_s(p: CostArrays, which: Array, work: Array, config: Array, is_update: Array, shards: Array) -> Array:

@@ -38,8 +38,7 @@ class Records(NamedTuple):
 
     slot: Array  # int32 [n, W + 4]: op dims (bits) of each column; slot to copy (NONE), place, task, operator
     slot_float: Array  # float32 [n, 2]: bytes, seconds on one device
-    # int32 [n, 6]: parameter, place of the owner's first read, places as it is stored, of its gradient and as it is left, operator
-    parameter: Array
+    parameter: Array  # int32 [n, 8]: parameter, places of `CostTables.parameter_slots`, operator
     task: Array  # int32 [n, 3]: task, its parameter's place in the list (NONE), operator
     row: Array  # int32 [n, 6]: row, places as made, as first read, as summed in common, as wanted or left; operator of a sum
 
@@ -65,7 +64,8 @@ class CostArrays(NamedTuple):
     parameter_int: Array
     parameter_fixed: Array  # SET [P + 1, W]
     state_bytes: Array  # float32 [P + 1]
-    storage_axes: Array  # SET [O, 2]: of what is stored, and of what the forward pass leaves
+    # SET [O, 3]: of what is stored, and of what the forward pass leaves; whether gradients are scattered before they are added up
+    storage_axes: Array
     storage_again: Scalar  # int32 []: bits of the storages that are gathered again
     # rows
     # int32 [X + 1, 9]: kind, is_fixed, is_reader, is_summand, is_joint, is_product, waits, has halos, is_left
@@ -80,7 +80,7 @@ class CostArrays(NamedTuple):
     stops: Array  # int32 [n]
     edges_of: Array  # int32 [E]
     # reshards
-    # int32 [E + 1, 6]: last and first task of its copy where it is not shared, task after the reader, slot wanted, read_at, made_at
+    # int32 [E + 1, 6]: last and first task of its copy where it is not shared, edge_handed_on, slot wanted, read_at, made_at
     edge_life: Array
     edge_group: Array  # int32 [E + 1, 4]: first of its group in `members`, its place, number; operator whose storage gathers again
     members: Array  # int32 [E]
@@ -185,7 +185,7 @@ def _parameters(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
         "parameter_int": padded(numbers.astype(np.int32), b.parameters + 1),
         "parameter_fixed": padded(fixed, b.parameters + 1),
         "state_bytes": padded((tables.parameter_bytes * tables.state_copies).astype(np.float32), b.parameters + 1),
-        "storage_axes": padded((masks * bits).sum(2).astype(np.int16), 32),
+        "storage_axes": padded(np.column_stack([(masks * bits).sum(2), tables.storage_scatters]).astype(np.int16), 32),
     }
 
 
@@ -261,7 +261,7 @@ def _reshards(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
     order, last = tables.order, max(tables.num_tasks - 1, 0)
     read_at = np.minimum(order.read_at, last)
     life = np.stack(
-        [read_at, np.minimum(order.made_at, read_at), tables.edge_task + 1, tables.edge_slot, order.read_at, order.made_at], 1
+        [read_at, np.minimum(order.made_at, read_at), tables.edge_handed_on, tables.edge_slot, order.read_at, order.made_at], 1
     ).astype(np.int32)
     group = np.zeros((len(tables.edge_task), 4), np.int32)
     members: list[int] = []
@@ -309,7 +309,7 @@ def slot_masks(tables: CostTables, b: Bucket) -> SlotMasks:
 
 def records_of(tables: CostTables, b: Bucket) -> Records:
     """Of the whole graph: slots lie in the order of `Layouts.slots`, and behind them the collectives inside tasks."""
-    num_u, num_p, num_s = len(tables.access_op), len(tables.parameter_op), len(tables.sum_task)
+    num_u, num_s = len(tables.access_op), len(tables.sum_task)
     num_t, num_e, i32 = len(tables.tensor_bytes), len(tables.edge_task), np.int32
     replicated, inner = tables.replicated_slot, tables.replicated_slot + 1
     nowhere = b.slots  # a place that nobody reads
@@ -330,10 +330,8 @@ def records_of(tables: CostTables, b: Bucket) -> Records:
     ])  # fmt: skip
     sizes = np.zeros((len(slot), 2), np.float32)
     sizes[:num_u, 0], sizes[num_u + num_s : -1, 1] = tables.access_bytes, tables.work_seconds
-    p = np.arange(num_p)
-    own_slots = [num_u + i * num_p + p for i in range(3)]
-    parameter = np.stack([p, tables.parameter_slot, *own_slots, tables.parameter_op], 1).astype(i32)
-    parameter[tables.parameter_slot == num_u, 1] = replicated
+    places = np.where(tables.parameter_slots < 0, nowhere, tables.parameter_slots)
+    parameter = np.column_stack([np.arange(len(places)), places, tables.parameter_op]).astype(i32)
     task = np.stack([np.arange(tables.num_tasks), tables.task_parameter, tables.task_op], 1).astype(i32)
     row = np.zeros((num_t + num_e + num_s, 6), i32)
     row[:, 0] = np.arange(len(row))

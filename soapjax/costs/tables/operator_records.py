@@ -83,7 +83,6 @@ class _Decided(NamedTuple):
 
 def _decided(tables: CostTables) -> list[_Decided]:
     graph = tables.graph
-    num_u, num_p = len(tables.access_op), len(tables.parameter_op)
     by_op: dict[str, dict[int, list[int]]] = {name: defaultdict(list) for name in ("access", "parameter", "task", "work", "sum")}
     for u, n in enumerate(tables.access_op.tolist()):
         by_op["access"][n].append(u)
@@ -102,7 +101,7 @@ def _decided(tables: CostTables) -> list[_Decided]:
         edges_of_tensor[tensor].append(e)
         edges_of_slot[slot].append(e)
     made, reader, common = tables.tensor_slot.tolist(), tables.tensor_reader.tolist(), tables.tensor_sum.tolist()
-    left = tables.left_slot.tolist()
+    left, own_slots = tables.left_slot.tolist(), tables.parameter_slots[:, 2:].tolist()
     for i, slot in enumerate(made):
         tensors_of_slot[slot].append(i)
         if common[i] >= 0:
@@ -112,7 +111,7 @@ def _decided(tables: CostTables) -> list[_Decided]:
     found = []
     for n in range(graph.num_operators):
         access, parameter = by_op["access"][n], by_op["parameter"][n]
-        own = {*access, *(num_u + i * num_p + p for p in parameter for i in range(3))}
+        own = {*access, *(s for p in parameter for s in own_slots[p] if s >= 0)}
         moved = sorted({i for s in own for i in tensors_of_slot[s]})
         owned = {graph.parameters[p].tensor for p in parameter}
         keyed = {e for s in own for e in edges_of_slot[s]} | {e for i in owned for e in edges_of_tensor[i]}
@@ -135,9 +134,8 @@ class _Lists:
     def __init__(self, tables: CostTables, b: Bucket):
         self.tables, self.nothing = tables, [0] * b.width
         self.masks = [m.tolist() for m in slot_masks(tables, b)]
-        self.num_u, self.num_p = len(tables.access_op), len(tables.parameter_op)
         self.num_t, self.num_e = len(tables.tensor_bytes), len(tables.edge_task)
-        self.replicated = self.num_u + 3 * self.num_p
+        self.parameter_slots, self.replicated = tables.parameter_slots.tolist(), tables.replicated_slot
         self.group_of, self.groups = tables.edge_group.tolist(), tables.reader_groups()
         self.member_first = np.cumsum([0, *map(len, self.groups)]).tolist()
         self.place_in = {e: i for some in self.groups for i, e in enumerate(some)}
@@ -178,9 +176,8 @@ class _Lists:
             self.sizes.append(sizes)
             self.global_slot.append(name)
 
-        for p in of.parameter:
-            for i in range(3):
-                place(self.num_u + i * self.num_p + p)
+        for s in (s for p in of.parameter for s in self.parameter_slots[p][2:] if s >= 0):
+            place(s)
         for u in of.access:
             add(access_mask[u], NONE, place(u), tasks[int(tables.access_task[u])], [tables.access_bytes[u], 0], u)
         for s in (s for s in of.others if s != self.replicated):
@@ -193,13 +190,11 @@ class _Lists:
         return places
 
     def _parameters_and_tasks(self, of: _Decided, places: dict[int, int]) -> None:
-        num_u, num_p, tables = self.num_u, self.num_p, self.tables
         for p in of.parameter:
-            slots, first = [num_u + i * num_p + p for i in range(3)], int(tables.parameter_slot[p])
-            read = places.get(first, 0) if first != num_u else 0
-            self.parameter.append([p, read, *(places[s] for s in slots), 0, *slots])
+            read, summand, *own = self.parameter_slots[p]
+            self.parameter.append([p, places.get(read, 0), places.get(summand, 0), *(places.get(s, NONE) for s in own), 0, *own])
         updated = {p: j for j, p in enumerate(of.parameter)}
-        self.task += [[k, updated.get(int(tables.task_parameter[k]), NONE), 0] for k in of.task]
+        self.task += [[k, updated.get(int(self.tables.task_parameter[k]), NONE), 0] for k in of.task]
 
     def _rows(self, of: _Decided, places: dict[int, int]) -> dict[int, int]:
         """The row of every reshard, counted from the operator's first."""
@@ -250,13 +245,15 @@ def _padded_records(lists: _Lists, spans: np.ndarray, sizes: OwnSizes, width: in
     slot = np.array(lists.slot, np.int32).reshape(-1, width + 4)
     slot[slot[:, width + 1] == NONE, width + 1] = sizes.slots  # places that nobody reads
     slot[slot[:, width + 2] == NONE, width + 2] = sizes.tasks
+    parameter = np.array(lists.parameter, np.int32).reshape(-1, 12)
+    parameter[parameter[:, 6] == NONE, 6] = sizes.slots
 
     def ints(x: list, count: int, columns: int) -> np.ndarray:
         return padded(np.array(x, np.int32).reshape(-1, columns), count + 1)
 
     records = Records(
         padded(slot, sizes.all_slots + 1), padded(np.array(lists.sizes, np.float32).reshape(-1, 2), sizes.all_slots + 1),
-        ints(lists.parameter, sizes.all_parameters, 9), ints(lists.task, sizes.all_tasks, 3), ints(lists.row, sizes.all_rows, 6),
+        padded(parameter, sizes.all_parameters + 1), ints(lists.task, sizes.all_tasks, 3), ints(lists.row, sizes.all_rows, 6),
     )  # fmt: skip
     return OwnRecords(
         records, spans, padded(np.array(lists.global_slot, np.int32), sizes.all_slots + 1, NONE),

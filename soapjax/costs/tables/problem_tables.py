@@ -22,12 +22,12 @@ from soapjax.costs.compilers.compiler_model import CompilerModel, Reshards
 from soapjax.costs.compilers.of_backend import compiler_of
 from soapjax.costs.measured.interpolation import ComputeRates, MeasuredArrays, linked, measured_arrays
 from soapjax.costs.measured.profile import Profile
-from soapjax.costs.memory.memory_order import MemoryOrder, least_until
+from soapjax.costs.memory.memory_order import MemoryOrder, least_until, through_loops
 from soapjax.costs.memory.working_sets import WorkingMemory, working_memory
 from soapjax.costs.rules.links import Links, combined_share, links_of
-from soapjax.costs.tables.tensor_tables import reader_groups, tensors_and_edges, trip_bytes
+from soapjax.costs.tables.tensor_tables import reader_groups, tensors_and_edges, trip_bytes, trip_slices
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
-from soapjax.graph.readers import left_parameters
+from soapjax.graph.readers import left_parameters, served_by_loop
 from soapjax.strategy.layout import HALO, PARTIAL, REPLICATED
 from soapjax.strategy.space import NOT_FIXED, SearchSpace
 from soapjax.topology import DeviceTopology
@@ -46,7 +46,7 @@ class CostTables:
     working: WorkingMemory
 
     # Layout slots: U accesses; P parameters as they are stored, P gradients, and P parameters as the backward pass gathers them
-    # again; "replicated".
+    # again; sums of A gradients that follow their parameter's storage; "replicated".
     access_op: np.ndarray  # int32 [U]
     access_map: np.ndarray  # int8 [U, D + 1]: tensor dim (or REPLICATED, PARTIAL) by config value + 1
     access_task: np.ndarray  # int32 [U]
@@ -65,6 +65,9 @@ class CostTables:
     storage_masks: np.ndarray  # bool [O, A]
     storage_left: np.ndarray  # bool [O, A]: axes that split what the forward pass leaves; none where it leaves nothing
     storage_again: np.ndarray  # bool [O]: the backward pass gathers again
+    storage_scatters: np.ndarray  # bool [O]: gradients that are added up are scattered before that
+    sum_parameter: np.ndarray  # int32 [A]
+    sum_slot: np.ndarray  # int32 [A]: whose layout such a sum has where gradients are not scattered before
     is_left: np.ndarray  # bool [P]: the forward pass can leave a part of it to the backward pass
 
     tensor_source: np.ndarray  # int32 [T]: FROM_*
@@ -96,6 +99,7 @@ class CostTables:
     # Shares of latency that gradient sums and parameter gathers pay; activations wait for nobody to be merged with.
     resolve_share: np.ndarray  # float32 [T]
     edge_share: np.ndarray  # float32 [E]
+    edge_handed_on: np.ndarray  # int32 [E]: from which task on a later reader of the same copy holds it
     edge_group: np.ndarray  # int32 [E]: one number for those that share a copy if they want the same layout
     edge_is_backward: np.ndarray  # bool [E]: after the forward pass
 
@@ -128,13 +132,16 @@ class CostTables:
     def num_tasks(self) -> int:
         return len(self.task_op)
 
-    @property
+    @functools.cached_property
     def may_gather_again(self) -> np.ndarray:
         """bool [E]: readers of parameters in the backward pass, which by some storages does not share the forward pass's copies."""
         of = self.edge_parameter
         is_left = self.is_left[np.maximum(of, 0)] if len(self.is_left) else False
+        served = served_by_loop(self.graph)
+        ends = zip(self.edge_task.tolist(), self.edge_tensor.tolist(), strict=True)
+        is_served = np.array([end in served for end in ends], bool) & (self.edge_trips == 1)
         # Where barriers do not hold, what the two passes gather alike is gathered once.
-        return (of >= 0) & self.edge_is_backward & (self.compiler.keeps_barriers | is_left)
+        return (of >= 0) & self.edge_is_backward & (self.compiler.keeps_barriers | is_left) & ~is_served
 
     def reader_groups(self) -> list[list[int]]:
         """The reshards of each `edge_group`, in order."""
@@ -145,8 +152,21 @@ class CostTables:
 
     @property
     def replicated_slot(self) -> int:
-        """The last layout slot, behind the accesses and three slots of each parameter."""
-        return len(self.access_op) + 3 * len(self.parameter_op)
+        """The last layout slot, behind the accesses, three slots of each parameter, and sums of gradients."""
+        return len(self.access_op) + 3 * len(self.parameter_op) + len(self.sum_slot)
+
+    @functools.cached_property
+    def parameter_slots(self) -> np.ndarray:
+        """int32 [P, 6]: layout slots that a parameter's are made of, its owner's first read and a summand of its gradient, and its
+        own: as it is stored, its gradient, as it is gathered again, and the sum of its gradient, -1 where it has none."""
+        num_u, num_p = len(self.access_op), len(self.parameter_op)
+        found = np.full((num_p, 6), self.replicated_slot, np.int32)
+        found[:, 0] = np.where(self.parameter_slot == num_u, self.replicated_slot, self.parameter_slot)
+        found[:, 2:5] = num_u + np.arange(3) * num_p + np.arange(num_p)[:, None]
+        found[:, 5] = -1
+        found[self.sum_parameter, 1] = self.sum_slot
+        found[self.sum_parameter, 5] = num_u + 3 * num_p + np.arange(len(self.sum_slot))
+        return found
 
     @property
     def num_edges(self) -> int:
@@ -170,6 +190,7 @@ def cost_tables(
     t["storage_masks"] = np.array([s.axes for s in space.storages], bool).reshape(len(space.storages), num_axes)
     t["storage_left"] = np.array([s.left for s in space.storages], bool).reshape(len(space.storages), num_axes)
     compiler = compiler_of(topology)
+    t["storage_scatters"] = np.array([s.is_scattering for s in space.storages], bool)
     t["storage_again"] = np.array([s.regathers and (compiler.keeps_barriers or any(s.left)) for s in space.storages], bool)
     links = links_of(linked(topology, profile), mesh)
     is_gradient = np.zeros(len(graph.tensors), bool)
@@ -179,6 +200,7 @@ def cost_tables(
     t["tensor_copies"] *= 1 + working.more
     reshards = Reshards(t["edge_tensor"], t.pop("edge_read_at"))
     order = compiler.ordered(graph, t["tensor_birth"], t["tensor_death"], reshards)
+    order, t["edge_handed_on"] = through_loops(graph, order, t["edge_tensor"], t["edge_task"], t["edge_trips"])
     order = least_until(order, t["edge_tensor"], t.pop("computed_until"), t.pop("is_kept") | working.waits)
     order = _left(graph, order, t)
     widened = compiler.widening(x.dtype for x in graph.tensors)
@@ -200,7 +222,7 @@ def cost_tables(
 
 
 def _accesses(graph: OperatorGraph, width: int, t: dict) -> None:
-    ops, maps, tasks, tensors, sizes, writes = [], [], [], [], [], []
+    ops, maps, tasks, tensors, sizes, slices, writes = [], [], [], [], [], [], []
     for k, task in enumerate(graph.tasks):
         if task.parameter >= 0:
             continue
@@ -215,11 +237,13 @@ def _accesses(graph: OperatorGraph, width: int, t: dict) -> None:
                 maps.append(row)
                 tasks.append(k)
                 tensors.append(access.tensor)
-                sizes.append(trip_bytes(graph, access.tensor, k) * access.trips)
+                sizes.append(trip_bytes(graph, access) * access.trips)
+                slices.append(trip_slices(graph, access))
                 writes.append(is_write)
     t["access_op"], t["access_task"], t["access_tensor"] = (np.array(x, np.int32) for x in (ops, tasks, tensors))
     t["access_map"] = np.array(maps, np.int8).reshape(len(maps), width)
     t["access_bytes"], t["access_is_write"] = np.array(sizes, np.float32), np.array(writes, bool)
+    t["access_slices"] = np.array(slices, np.int32)
 
 
 def _parameters(graph: OperatorGraph, space: SearchSpace, t: dict) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from soapjax.graph.lifespans import lifetimes
-from soapjax.graph.operators import NOT_SPLIT, OperatorGraph, Tensor
+from soapjax.graph.operators import NOT_SPLIT, Access, OperatorGraph, Tensor
 from soapjax.graph.passes.phases import BACKWARD, UPDATE
 from soapjax.graph.rules.pools import needed_at
 from soapjax.strategy.layout import PARTIAL, REPLICATED
@@ -16,11 +16,15 @@ from soapjax.strategy.space import SearchSpace
 FROM_ACCESS, FROM_STORAGE, FROM_READER, FROM_FIXED = range(4)
 
 
-def trip_bytes(graph: OperatorGraph, tensor: int, task: int) -> float:
-    """Bytes of a tensor that one trip of a task touches: a loop reads one slice of a stacked input."""
-    found, trips = graph.tensors[tensor], graph.tasks[task].trip_count
-    stacked = trips > 1 and found.input_leaf >= 0 and found.shape and found.shape[0] == trips and _is_sliced(graph, tensor)
-    return found.size_bytes / (trips if stacked else 1)
+def trip_slices(graph: OperatorGraph, access: Access) -> int:
+    """Of how many slices of a tensor one trip of a task reads one: loops take a stacked input apart, if nobody splits that dim."""
+    is_input = graph.tensors[access.tensor].input_leaf >= 0
+    return access.slices if access.slices > 1 and is_input and _is_sliced(graph, access.tensor) else 1
+
+
+def trip_bytes(graph: OperatorGraph, access: Access) -> float:
+    """Bytes of a tensor that one trip of a task touches."""
+    return graph.tensors[access.tensor].size_bytes / trip_slices(graph, access)
 
 
 def itemsize_as(tensor: Tensor, dtype: str) -> int:
@@ -49,9 +53,11 @@ class _Users:
 
     def __init__(self, graph: OperatorGraph, t: dict):
         self.graph, self.num_u = graph, len(t["access_op"])
-        self.replicated = self.num_u + 3 * len(graph.parameters)
+        of_sums = self.num_u + 3 * len(graph.parameters)
+        self.following = [chain for chain in graph.accumulations if chain.follows_storage]
+        self.replicated = of_sums + len(self.following)
         self.task_of = t["access_task"].tolist()
-        self.bytes_of = t["access_bytes"].tolist()  # by slot
+        self.bytes_of, self.slices = t["access_bytes"].tolist(), t.pop("access_slices").tolist()  # by slot
         self.writer: dict[int, int] = {}  # tensor -> slot
         self.readers: dict[int, list[tuple[int, int]]] = {}  # tensor -> (task, slot)
         for u, (tensor, is_write) in enumerate(zip(t["access_tensor"].tolist(), t["access_is_write"], strict=True)):
@@ -70,8 +76,10 @@ class _Users:
         self._carried = {chain.total for chain in graph.accumulations if chain.is_carried}
         # A tensor's common layout with others: of a gradient's summands, and of the products of a joint sum.
         self.common, self.is_joint = np.full(len(graph.tensors), -1, np.int32), np.zeros(len(graph.tensors), bool)
+        self.sum_slot = {chain.total: self.writer[chain.layout_of] for chain in graph.accumulations}  # by total
+        self.sum_slot.update((chain.total, of_sums + a) for a, chain in enumerate(self.following))
         for chain in graph.accumulations:
-            self.common[[*chain.summands, *chain.running]] = self.writer[chain.layout_of]
+            self.common[[*chain.summands, *chain.running]] = self.sum_slot[chain.total]
         for joint in graph.joint_sums:
             *others, last = joint.summands
             self.common[others], self.is_joint[others] = self.writer[last], True
@@ -104,6 +112,8 @@ def tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, t
     users, early = _Users(graph, t), needed_at(graph)
     edges = _edges(graph, users)
     t["tensor_sum"], t["is_joint"] = users.common, users.is_joint
+    t["sum_parameter"] = np.array([chain.parameter for chain in users.following], np.int32)
+    t["sum_slot"] = np.array([users.writer[chain.layout_of] for chain in users.following], np.int32)
     t.update(_layouts(graph, space, users, num_axes, t["access_map"]))
     t.update(_figures(graph))
     t.update(_lives(graph, users, early))
@@ -124,11 +134,10 @@ def _edges(graph: OperatorGraph, users: _Users) -> list[Edge]:
     for i, tensor in enumerate(graph.tensors):
         for k, u in users.of(i):
             task = graph.tasks[k]
-            of_one = trip_bytes(graph, i, k)
-            per_trip = users.bytes_of[u] if u < users.num_u else of_one
+            per_trip = users.bytes_of[u] if u < users.num_u else tensor.size_bytes
             made_inside = i in users.writer and graph.tasks[users.made_by(i)].trip_count > 1
-            sliced = of_one != tensor.size_bytes
-            count = task.trip_count if made_inside or sliced else 1
+            is_sliced = u < users.num_u and users.slices[u] > 1
+            count = task.trip_count if made_inside or is_sliced else 1
             if task.parameter >= 0:
                 per_trip *= tensor.copies  # the gradients of all layers of a loop at once
             if users.common[i] < 0 or users.is_joint[i]:
@@ -182,9 +191,8 @@ def _layouts(
         else:
             source[i], slot[i] = FROM_READER, first
     for chain in graph.accumulations:
-        layout = users.writer[chain.layout_of]
         for i in (*chain.running, chain.total):  # added up in the summands' layout; the total leaves it
-            slot[i], partial[i] = layout, may_sum[layout] and i == chain.total
+            slot[i], partial[i] = users.sum_slot[chain.total], may_sum[users.writer[chain.layout_of]] and i == chain.total
         partial[list(chain.summands)] = True  # from their own layouts into the common one
         if chain.is_carried:
             trips[chain.total] = 1

@@ -21,7 +21,9 @@ def outermost_gradients(step: TracedStep, binding: Binding) -> list[int]:
     Raises: SoapjaxError where one has none.
     """
     at = {binding.values.of(o).root: o for e in reversed(step.program.eqns) for o in e.outputs}
-    if inside := [p.path for p in binding.phases.parameters if p.gradient not in at]:
+    in_loops = {key for key in binding.phases.own_additions if binding.values.scope[key]}
+    added_up = {p for p, chain in binding.sums.items() if not in_loops.isdisjoint(chain.additions)}
+    if inside := [p.path for i, p in enumerate(binding.phases.parameters) if p.gradient not in at or i in added_up]:
         value = f"the gradient of {inside[0]!r} (and {len(inside) - 1} more) stays inside a loop of the step's own"
         expected = "gradients that one backward pass makes: micro-batches are added up by the pipeline"
         raise SoapjaxError(Problem("train step", value, expected, "leave the accumulation out, or plan without a pipeline"))

@@ -43,7 +43,7 @@ def deferred_sums(place: Place, part: Part, gradients: dict[int, int]) -> dict[i
         tensor = laid_out_as.get(root, binding.tensor_of.get(value, -1))
         is_alone = value in made and value not in read
         storage = StorageName.parse(owner.storage)
-        if storage.again or storage.scatters or not is_alone or tensor not in writes:
+        if storage.is_scattering or not is_alone or tensor not in writes:
             continue
         if root not in laid_out_as and (root != value or writes[tensor][0].scope):
             continue

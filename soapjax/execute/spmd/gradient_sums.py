@@ -59,7 +59,7 @@ class _Sum:
     """One gradient's chain under a plan."""
 
     chain: TracedAccumulation
-    axes: tuple[str, ...]  # over which every summand is a partial sum
+    axes: tuple[str, ...]  # over which every summand is kept as a partial sum
     spec: Spec  # of the summands
     home: Spec  # of the total
     is_carried: bool
@@ -70,12 +70,15 @@ class GradientSums:
     """The evaluator's part that deals with summands of gradients.
 
     Args:
-      bind: the evaluator's, which runs an equation.
+      bind, read: the evaluator's, which run an equation, and give the value of a literal.
     """
 
-    def __init__(self, layouts: PlanLayouts, bind: Callable[..., list[Any]], accumulations: Sequence[Accumulation]):
+    def __init__(
+        self, layouts: PlanLayouts, bind: Callable[..., list[Any]], read: Callable[..., Any],
+        accumulations: Sequence[Accumulation],
+    ):  # fmt: skip
         binding = layouts.binding
-        self.layouts, self.bind, self.binding, self.mesh = layouts, bind, binding, layouts.mesh
+        self.layouts, self.bind, self.read, self.binding, self.mesh = layouts, bind, read, binding, layouts.mesh
         self.values = binding.values
         self._loops = {e.key: e for e, _ in layouts.program.walk() if e.body is not None}
         self._of_summand: dict[int, _Sum] = {}  # root of a summand
@@ -88,7 +91,7 @@ class GradientSums:
         self._left: set[int] = set()  # totals that another program sums over the devices
         for found in accumulations:
             chain = binding.sums[found.parameter]
-            spec, axes = layouts.made_as(found.layout_of)
+            spec, axes = layouts.summed_as(found)
             task, _ = layouts.writer[found.total]
             one = _Sum(chain, axes, spec, layouts.home[found.total], found.is_carried, task)
             self._of_summand.update(dict.fromkeys(chain.summands, one))
@@ -116,14 +119,19 @@ class GradientSums:
         return out in self._of_summand
 
     def is_on_way(self, eqn: FlatEqn, env: Env) -> bool:
-        """Whether an equation adds summands, or lays out one that is a partial sum."""
+        """Whether an equation adds summands, or lays out, casts or scales one that is a partial sum."""
         if eqn.key in self._of_addition:
             return True
-        return eqn.key in self._relayouts and isinstance(env.get(eqn.inputs[0]), Partial)
+        return eqn.key in self._relayouts and isinstance(env.get(eqn.read[0]), Partial)
 
     def run(self, eqn: FlatEqn, env: Env) -> list[Any]:
         """Such an equation."""
-        out = elementwise(lambda *x: self.bind(eqn, list(x), eqn.params)[0], *(env[a] for a in eqn.inputs))
+
+        def of_blocks(*blocks: Any) -> Any:
+            given = dict(zip(eqn.read, blocks, strict=True))
+            return self.bind(eqn, [given[a] if isinstance(a, int) else self.read(a, env) for a in eqn.inputs], eqn.params)[0]
+
+        out = elementwise(of_blocks, *(env[a] for a in eqn.read))
         one = self._of_addition.get(eqn.key)
         if one is None:
             return [self.summand(eqn.outputs[0], out)]

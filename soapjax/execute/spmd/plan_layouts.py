@@ -11,9 +11,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from soapjax.execute.spmd.on_blocks import axes_of, partition_spec
 from soapjax.execute.spmd.resharder import reshard
-from soapjax.graph.operators import NOT_SPLIT, Operator, OperatorGraph, Task
+from soapjax.graph.operators import NOT_SPLIT, Accumulation, Operator, OperatorGraph, Task
 from soapjax.graph.passes.build import Binding
 from soapjax.graph.trace.program import FlatEqn, Program
+from soapjax.strategy.configs import StorageName
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import MeshPlan, TaskPart, parse_spec
 
@@ -69,6 +70,13 @@ class PlanLayouts:
         k, access = self.writer[tensor]
         operator = self.graph.operators[self.graph.tasks[k].operator]
         return split_of(self._plan, operator, access.dims), axes_on(self._plan, operator, access.reduced)
+
+    def summed_as(self, chain: Accumulation) -> tuple[Spec, tuple[str, ...]]:
+        """How the summands of a gradient are kept, and the axes over which they stay partial sums until the last is added."""
+        owner = self.graph.operators[self.graph.parameters[chain.parameter].owner]
+        if chain.follows_storage and StorageName.parse(self._plan.operators[owner.name].storage).is_scattering:
+            return self.home[chain.total], ()
+        return self.made_as(chain.layout_of)
 
     def left(self, parameter: int, again: tuple[str, ...]) -> Spec:
         """What the forward pass leaves of a parameter that is gathered `again` over some axes: a slice of what it reads."""

@@ -31,7 +31,7 @@ from soapjax.execute.spmd.summed_jointly import JointSums
 from soapjax.graph.operators import Accumulation, OperatorGraph, Task
 from soapjax.graph.passes.build import Binding, build_graph
 from soapjax.graph.passes.phases import FORWARD, PHASE_NAMES
-from soapjax.graph.readers import left_parameters
+from soapjax.graph.readers import left_parameters, served_by_loop
 from soapjax.graph.recompute import recomputing
 from soapjax.graph.trace.program import Atom, FlatEqn
 from soapjax.graph.trace.tracing import TracedStep
@@ -170,7 +170,7 @@ class PlannedEvaluator(ProgramEvaluator):
         self.layouts = PlanLayouts(
             program.plan, program.step.program, self.graph, self.binding, program.mesh, program.task_parts(), unplaced=at_once
         )
-        self.sums = GradientSums(self.layouts, self.bind, sums)
+        self.sums = GradientSums(self.layouts, self.bind, self.read, sums)
         self.joint = JointSums(self.layouts, self.bind, self.operand)
         self._made = [{o for key in task.equations.keys for o in program.eqn(key).outputs} for task in self.graph.tasks]
         self._parameters = {p.tensor for p in self.graph.parameters}
@@ -185,6 +185,7 @@ class PlannedEvaluator(ProgramEvaluator):
         # Of what the backward pass gathers from a part that the forward pass leaves it: how that is laid out.
         may_leave = (self.graph.parameters[p].tensor for p in left_parameters(self.graph))
         self._left = {t: self.layouts.left(t, storage[t].again) for t in may_leave if storage[t].again not in ((), storage[t].axes)}
+        self._served_by_loop = served_by_loop(self.graph)
         self._by_loop: dict[str, dict[tuple, Any]] = {}  # reshards of a loop's constants, made before it
 
     def scope_name(self, eqn: FlatEqn) -> str:
@@ -271,7 +272,8 @@ class PlannedEvaluator(ProgramEvaluator):
         if spec is None:
             return env[atom]
         task = self.graph.tasks[k]
-        again = tensor in self._regathered and task.phase != FORWARD
+        is_served = alias.shift == 0 and (k, tensor) in self._served_by_loop
+        again = tensor in self._regathered and task.phase != FORWARD and not is_served
         if tensor in self._parameters and alias.shift == 0 and alias.root in env:
             atom = alias.root  # one copy serves both sides of a barrier of rematerialisation, which holds back activations
         cast = None if self.is_float64 else dict(task.casts).get(tensor)

@@ -115,7 +115,8 @@ class _Builder:
         self.frozen = frozen_weights(step, self.values, self.phases, self.given)
         self.parameter_values = self.phases.trained | {one.value for one in self.frozen}
         readers = readers_of(self.units, self.updates, self.program, self.values)
-        self.tasks = TaskBuilder(self.units, self.program, self.values, self.labels, self.generated, readers)
+        own = self.phases.own_additions
+        self.tasks = TaskBuilder(self.units, self.program, self.values, self.labels, self.generated, readers, own)
         self.tensors = self.tasks.tensors
         self.by_key = {e.key: e for e in self.updates}
 
@@ -264,7 +265,7 @@ class _Builder:
                     storage_dims=tuple(d for d in range(max(0, stacked), len(shape)) if shape[d] > 1),
                 )  # fmt: skip
             )
-            read = Access(gradient, (NOT_SPLIT,) * len(self.tensors.all[gradient].shape))
+            read = Access(gradient, (NOT_SPLIT,) * len(self.tensors.all[gradient].shape), slices=1)
             dtype = self.tensors.all[tensor].dtype
             structure = self.tasks.structure([self.by_key[key] for key in equations[p]])
             updates.append(
@@ -301,7 +302,10 @@ class _Builder:
                 summands, running = (tuple(self.tensors.of_root[r] for r in roots) for roots in (chain.summands, chain.running))
                 own = [t for t in summands if writer[t] == parameters[p].owner]
                 carried = any(self.values.tensor(a).root == chain.total for a in chain.starts)
-                found.append(Accumulation(p, summands, running, self.tensors.of_root[chain.total], carried, (own or summands)[-1]))
+                # What the owner's config alone decides: its storage, and how its summand is laid out.
+                follows = bool(own) and not chain.additions.isdisjoint(self.phases.own_additions)
+                total, layout_of = self.tensors.of_root[chain.total], (own or summands)[-1]
+                found.append(Accumulation(p, summands, running, total, carried, layout_of, follows))
         return found
 
     def _joint_sums(self, tasks: list[Task]) -> list[JointSum]:

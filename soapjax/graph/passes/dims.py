@@ -15,7 +15,8 @@ from typing import NamedTuple
 from soapjax.graph.operators import NOT_SPLIT, Dim
 from soapjax.graph.passes.phases import FORWARD, UPDATE, Phases, is_recompute
 from soapjax.graph.passes.recomputed import repeated, twins_of
-from soapjax.graph.passes.units import LAYOUT_ONLY, Unit
+from soapjax.graph.passes.relayouts import LAYOUT_ONLY
+from soapjax.graph.passes.units import Unit
 from soapjax.graph.rules import control_rules
 from soapjax.graph.rules.light_rules import BLOCKED, Labels, labels_of
 from soapjax.graph.trace.program import Atom, FlatEqn, Program

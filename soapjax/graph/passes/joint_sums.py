@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from typing import TypeGuard
 
 from soapjax.graph.batch.unlike_sums import SCALES
-from soapjax.graph.passes.units import ADDITIONS, Unit, is_relayout
+from soapjax.graph.passes.relayouts import ADDITIONS, is_relayout
+from soapjax.graph.passes.units import Unit
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
 from soapjax.graph.trace.values import Alias, Values
 
@@ -58,7 +59,7 @@ class _Finder:
         self.place = {o: i for i, u in enumerate(units) for e in u.eqns for o in e.outputs}
         self.units = units
         inits = {values.of(c.init).root for c in values.carries.values() if isinstance(c.init, int)}
-        self.of_loops = self.uses.carried | inits | values.stacked
+        self.of_loops = self.uses.carried | inits | values.stacked.keys()
 
     def is_addition(self, eqn: FlatEqn) -> bool:
         """Of two values of one shape and dtype."""

@@ -13,7 +13,8 @@ import collections
 
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, Phases, is_recompute, module_path
 from soapjax.graph.passes.recomputed import repeated, twins_of
-from soapjax.graph.passes.units import LAYOUT_ONLY, Unit, behind_layouts
+from soapjax.graph.passes.relayouts import LAYOUT_ONLY, behind_layouts
+from soapjax.graph.passes.units import Unit
 from soapjax.graph.trace.program import FlatEqn, Program
 from soapjax.graph.trace.values import Values
 

@@ -10,7 +10,7 @@ import collections
 from collections.abc import Mapping
 
 from soapjax.graph.passes.phases import module_path
-from soapjax.graph.passes.units import behind_layouts
+from soapjax.graph.passes.relayouts import behind_layouts
 from soapjax.graph.trace.program import FlatEqn, Program
 from soapjax.graph.trace.values import Values
 

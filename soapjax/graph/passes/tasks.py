@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import jax.extend.core as jex_core
@@ -12,15 +12,16 @@ import numpy as np
 
 from soapjax.graph.operators import HEAVY_RESULT, NOT_SPLIT, Access, Halo, InnerSum, Task, TaskEquations, TaskMemory, Tensor, Work
 from soapjax.graph.passes.dims import LabelCache, OperatorDims
+from soapjax.graph.passes.relayouts import ADDITIONS, is_relayout
 from soapjax.graph.passes.structure import dtype_name, structure_of
-from soapjax.graph.passes.units import ADDITIONS, Unit, is_relayout
+from soapjax.graph.passes.units import Unit
 from soapjax.graph.rules.flops import flops_of
 from soapjax.graph.rules.heavy_rules import border_rows, conv_results
 from soapjax.graph.rules.light_rules import BLOCKED, LIGHT
 from soapjax.graph.rules.pools import IMAGE, is_made_of_choices
 from soapjax.graph.rules.rule_table import Labels
 from soapjax.graph.trace.program import Atom, FlatEqn, Program, bytes_of
-from soapjax.graph.trace.values import Uses, Values
+from soapjax.graph.trace.values import Alias, Uses, Values
 
 
 class EqnDims(NamedTuple):
@@ -44,9 +45,7 @@ class Tensors:
             aval = self.program.avals[root]
             self.of_root[root] = len(self.all)
             producer = self.values.producer.get(root)
-            copies = 1
-            if producer is not None and root in self.values.stacked:
-                copies = self.values.trips[self.values.scope[producer.key]]
+            copies = 1 if producer is None else self.values.stacked.get(root, 1)
             itemsize = getattr(aval.dtype, "itemsize", 4)
             self.all.append(Tensor(root, tuple(aval.shape), dtype_name(aval.dtype), itemsize, copies, self._leaves.get(root, -1)))
         return self.of_root[root]
@@ -98,10 +97,11 @@ class TaskBuilder:
 
     def __init__(
         self, units: list[Unit], program: Program, values: Values, labels: LabelCache, generated: set[int],
-        readers: dict[int, set[int]],
+        readers: dict[int, set[int]], own: Set[str],
     ):  # fmt: skip
         self.units, self.program, self.values, self.labels = units, program, values, labels
         self.generated, self.readers, self.uses = generated, readers, values.uses
+        self.own = own  # keys of what a step does with gradients that it adds up (own_accumulation.py)
         self.tensors = Tensors(program, values)
         self.dims_of: dict[str, EqnDims] = {}  # equation key -> op dims of its operands and results
         self.partial_of: dict[str, int] = {}  # key of an equation partial up to the task's result -> the latter's root
@@ -232,7 +232,7 @@ class TaskBuilder:
         rank = len(self.program.avals[alias.root].shape)
         nodes = [self.values.node(atom, d + alias.shift) if d + alias.shift >= 0 else None for d in range(rank)]
         split = tuple(map(dims.of, nodes))
-        return Access(self.tensors.index(alias.root), split, reduced, trips=self._trips(atom, alias.shift))
+        return Access(self.tensors.index(alias.root), split, reduced, -1, self._trips(atom, alias.shift), self._slices(alias))
 
     def _heavy_access(
         self, eqn: FlatEqn, k: int, dims: OperatorDims, *, is_result: bool, reduced: tuple[int, ...] = ()
@@ -244,11 +244,16 @@ class TaskBuilder:
         for d, lab in enumerate(labs):
             if lab in of_labels and d >= alias.shift:
                 split[d - alias.shift] = of_labels[lab]
-        return Access(self.tensors.index(alias.root), tuple(split), reduced, k, self._trips(atom, alias.shift))
+        trips, slices = self._trips(atom, alias.shift), self._slices(alias)
+        return Access(self.tensors.index(alias.root), tuple(split), reduced, k, trips, slices)
 
     def _trips(self, atom: Atom, shift: int) -> int:
         """Of how many trips a value stacks what a loop makes."""
         return math.prod(self.program.aval(atom).shape[: max(shift, 0)])
+
+    def _slices(self, alias: Alias) -> int:
+        """Into how many slices loops take an argument apart that is read."""
+        return math.prod(self.program.avals[alias.root].shape[: max(-alias.shift, 0)])
 
     def _recomputed_from(self, unit: Unit, result: int, results: list[int]) -> tuple[int, ...] | None:
         """The tensors that a result is made of by light equations alone; sums on the way are small, and taken as stored."""
@@ -300,7 +305,7 @@ class TaskBuilder:
                 continue
             out = e.outputs[0]
             # Follow transposes and casts of the sum: it stays partial up to the unit's result.
-            while out not in results and len(readers.get(out, [])) == 1 and is_relayout(readers[out][0], self.program):
+            while out not in results and len(readers.get(out, [])) == 1 and self._is_linear(readers[out][0]):
                 out = readers[out][0].outputs[0]
             if out in results and not readers.get(out) and (unit.heavy is None or len(results) == 1):
                 partial[out] = reduced
@@ -310,6 +315,9 @@ class TaskBuilder:
                 own = {split[lab] for lab in found.outputs[0] if lab in split}
                 sums.append(InnerSum(bytes_of(self.program.avals[e.outputs[0]]), tuple(sorted(own)), reduced))
         return partial
+
+    def _is_linear(self, eqn: FlatEqn) -> bool:
+        return is_relayout(eqn, self.program) or eqn.key in self.own
 
     def _halos(self, unit: Unit, op: int) -> tuple[Halo, ...]:
         """Dims of the operator with equal halos stand together: they are one item of the simulation.

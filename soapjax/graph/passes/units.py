@@ -14,6 +14,7 @@ from collections.abc import Hashable, Set
 
 from soapjax.graph.passes.order import Unit, ordered, without_circles
 from soapjax.graph.passes.phases import FORWARD, UPDATE, Phases, is_recompute
+from soapjax.graph.passes.relayouts import ADDITIONS, LAYOUT_ONLY
 from soapjax.graph.rules import linalg_rules
 from soapjax.graph.rules.heavy_rules import POOLS, SCATTERS
 from soapjax.graph.rules.light_rules import is_known
@@ -37,28 +38,8 @@ HEAVY = {
     "shard_map": "shard_map",
     **dict.fromkeys(linalg_rules.NAMES, "linalg"),
 }
-ADDITIONS = {"add_any", "add"}
-LAYOUT_ONLY = {"transpose", "reshape", "squeeze", "convert_element_type", "copy"}
 # What may follow a heavy equation as part of it (bias, activation): nothing that sums over its result.
 _NO_EPILOGUE = ("reduce", "arg", "cum", "concatenate", "split", "slice", "dynamic", "pad", "rev", "random", "iota")
-
-
-def is_relayout(eqn: FlatEqn, program: Program) -> bool:
-    """Whether an equation only lays out its operand anew, or casts it; a sum over dims of one element is such too."""
-    if eqn.name == "reduce_sum":
-        return program.aval(eqn.inputs[0]).size == program.aval(eqn.outputs[0]).size
-    return eqn.name in LAYOUT_ONLY
-
-
-def behind_layouts(atom: int, values: Values) -> int:
-    """The root behind transposes, reshapes and casts."""
-    root = values.original[atom].root
-    for _ in range(64):
-        producer = values.producer.get(root)
-        if producer is None or producer.name not in LAYOUT_ONLY or not isinstance(producer.inputs[0], int):
-            break
-        root = values.original[producer.inputs[0]].root
-    return root
 
 
 def kind_of(eqn: FlatEqn) -> str | None:
@@ -121,7 +102,7 @@ def find_units(
 
     visit(program, 0)
     _sink_additions(light, keys, values, values.uses)
-    units += _regions(light, keys, depth, values, generated, heavy_unit, program)
+    units += _regions(light, keys, depth, values, generated, heavy_unit, program, phases.own_additions)
     units += _repeated(units, again, phases) if again else []
     for unit in units:
         unit.eqns.sort(key=lambda e: values.order[e.key])
@@ -180,8 +161,11 @@ def _is_made(atom: Atom, made: Set[int], values: Values) -> bool:
     return found is None or found.root in made
 
 
-def _regions(light, keys, depth, values: Values, generated, heavy_unit, program: Program) -> list[Unit]:
-    """Connected regions of light equations; those that only prepare or finish a heavy equation join its unit."""
+def _regions(light, keys, depth, values: Values, generated, heavy_unit, program: Program, own: Set[str]) -> list[Unit]:
+    """Connected regions of light equations; those that only prepare or finish a heavy equation join its unit.
+
+    `own`: keys of what a step does with gradients that it adds up (own_accumulation.py).
+    """
     inputs = set(program.inputs)
     prepared = _sink_preparations(light, keys, values, inputs | generated, heavy_unit)
     light = [e for e in light if e.key not in prepared]
@@ -218,7 +202,7 @@ def _regions(light, keys, depth, values: Values, generated, heavy_unit, program:
         kinds = ("dot", "ragged_dot", "conv", "gather", "scatter")
         finishes = host is not None and (host.phase, host.scope) == (phase, scope) and host.kind in kinds
         if finishes and (host.kind == "scatter" or (phase != FORWARD and not is_recompute(eqns[0]))):
-            finishes = all(e.name in LAYOUT_ONLY for e in eqns)
+            finishes = all(e.name in LAYOUT_ONLY or e.key in own for e in eqns)
         if finishes and _meets_its_transpose(host, eqns, program):
             finishes = False  # k + kᵀ makes rows and columns of a product one dim
         if finishes and not any(e.name.startswith(_NO_EPILOGUE) for e in eqns):

@@ -62,12 +62,15 @@ class Values:
         self.order: dict[str, int] = {}  # equation key -> position in program order, bodies in place
         self.scope: dict[str, tuple[str, ...]] = {}  # equation key -> the loops around it
         self.trips: dict[tuple[str, ...], int] = {(): 1}  # such loops -> how often what is in them runs in a step
-        self.stacked: set[int] = set()  # roots of which a loop keeps every trip's value, as its argument or as its result
+        self._stacks: dict[Alias, int] = {}  # what loops stack -> how many values
         self._sources: dict[str, set[int]] = {}  # of equations that were asked for
         self.reads: dict[str, tuple[int, ...]] = {}  # equation key -> roots of the values that it reads, in order
         self._visit(program, ())
         self.original = _Originals(self.alias, program.repeats) if program.repeats else self.alias
-        self.stacked = {self.tensor(atom).root for atom in self.stacked}
+        self.stacked: dict[int, int] = {}  # roots of which a loop keeps every trip's value -> how many at once
+        for (root, _), count in self._stacks.items():
+            tensor = self.tensor(root).root
+            self.stacked[tensor] = max(self.stacked.get(tensor, 1), count)
         by_result = {self.of(c.result).root: c for c in self.carries.values() if isinstance(c.result, int)}
         self._carried = by_result | self.carries
 
@@ -111,10 +114,12 @@ class Values:
         for k, (out, result) in enumerate(zip(eqn.outputs, body.outputs, strict=True)):
             if not isinstance(result, int):
                 continue
-            found, shift = self.alias[result], 0 if k < num_carry else 1
-            if shift:
-                self.stacked.add(result)
-            self.alias[out] = Alias(found.root, found.shift + shift)
+            found = self.alias[result]
+            if k >= num_carry:
+                inside = self._stacks.get(found, 1)
+                found = Alias(found.root, found.shift + 1)
+                self._stacks[found] = inside * p["length"] if found.shift > 0 else 1
+            self.alias[out] = found
 
     def sources(self, eqn: FlatEqn) -> Collection[int]:
         """Roots that an equation reads; through a loop-carried argument also its first value and the trip before's."""

@@ -41,7 +41,7 @@ class OwnRows:
         every = zip(*_by_operator(evaluator, axes, storage, deadline), strict=True)
         self.slots, self.compute_s, self.sum_s = (np.concatenate(x) for x in every)
         owner = tables.parameter_op
-        self.slot_op = np.concatenate([tables.access_op, owner, owner, owner, [-1]])
+        self.slot_op = np.concatenate([tables.access_op, owner, owner, owner, owner[tables.sum_parameter], [-1]])
         self.index = [np.arange(k) for k in self.counts]  # of each operator's candidates in the arrays
         self.gathers_again = tables.may_gather_again.tolist()
 

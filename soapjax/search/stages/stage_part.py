@@ -213,7 +213,7 @@ class StagePart:
             for e in own.edges_of[n]:
                 if is_copied[e]:
                     steps[figures.copy_since[e]] += figures.copy_bytes[e]
-                    steps[tables.edge_task[e] + 1] -= figures.copy_bytes[e]
+                    steps[tables.edge_handed_on[e]] -= figures.copy_bytes[e]
             for k, tensor in own.copied_first[n] if self.has_passes else ():
                 steps[first] += kept_bytes.get(tensor, 0.0)
                 steps[k + 1] -= kept_bytes.get(tensor, 0.0)
