@@ -41,9 +41,12 @@ def one_after_another(params, x):
     return functools.reduce(add, [jax.grad(loss)(params, x[i]) for i in range(PARTS)])
 
 
-def scaled_each(params, x):
+def weighted(params, x):
+    """By a number, and by how many samples of the part count."""
+
     def one(total, x):
-        return jax.tree.map(lambda t, g: t + g / 4, total, jax.grad(loss)(params, x)), None
+        count = (x[:, 0] > 0).sum().astype("float32")
+        return jax.tree.map(lambda t, g: t + g * count / 4, total, jax.grad(loss)(params, x)), None
 
     return jax.lax.scan(one, jax.tree.map(jnp.zeros_like, params), x)[0]
 
@@ -90,7 +93,7 @@ def planned(made, **storage):
     return strategy, made.plan(strategy)
 
 
-WAYS = [in_a_scan, first_part_before_the_loop, one_after_another, scaled_each, as_float32]
+WAYS = [in_a_scan, first_part_before_the_loop, one_after_another, weighted, as_float32]
 every_way = pytest.mark.parametrize("gradients", WAYS)
 
 
@@ -135,7 +138,7 @@ def bytes_by_kind(made, plan):
 
 
 def test_what_is_no_sum_of_gradients_is_none():
-    """Of a running mean, which reads what it has so far, and of gradients that are added to state, every step needs the sums."""
+    """Of a running mean, and of a sum whose norm every trip reads, every trip needs the sum; what is added to state is no sum."""
 
     def mean(params, x):
         def one(carry, x):
@@ -144,9 +147,18 @@ def test_what_is_no_sum_of_gradients_is_none():
 
         return jax.lax.scan(one, (0, jax.tree.map(jnp.zeros_like, params)), x)[0][1]
 
+    def measured(params, x):
+        def one(total, x):
+            total = add(total, jax.grad(loss)(params, x))
+            return total, sum((t**2).sum() for t in jax.tree.leaves(total))
+
+        total, norms = jax.lax.scan(one, jax.tree.map(jnp.zeros_like, params), x)
+        return jax.tree.map(lambda t: t / norms.max(), total)
+
     def doubled(params, x):
         return jax.tree.map(lambda p, g: g + p, params, jax.grad(loss)(params, x.reshape(-1, WIDTH)))
 
-    for gradients in (mean, doubled):
-        assert not any(chain.follows_storage for chain in case(gradients).graph.accumulations)
-    case(mean).check(data_parallel(case(mean).space))
+    for gradients in (mean, measured, doubled):
+        made = case(gradients)
+        assert not any(chain.follows_storage for chain in made.graph.accumulations)
+        made.check(data_parallel(made.space))

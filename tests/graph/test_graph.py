@@ -555,3 +555,19 @@ def test_gradients_are_found_behind_a_projection_to_few_rows():
     assert [p.path for p in graph.parameters] == ["state.0.a", "state.0.b"] and not graph.is_single_phase
     of_a, of_b = (binding.values.order[binding.values.producer[p.gradient].key] for p in binding.phases.parameters)
     assert of_a > of_b
+
+
+@pytest.mark.parametrize("each", [jax.vmap, lambda f: functools.partial(jax.lax.map, f)], ids=["vmap", "map"])
+def test_moments_of_gradients_that_are_summed_over_parts_are_their_parameters(each):
+    """Also where the optimizer's state comes before the parameters."""
+    tx = optax.adam(1e-3)
+
+    def step(state, x):
+        gradients = each(lambda x: jax.grad(lambda w: ((jnp.tanh(x @ w) @ w.T) ** 2).mean())(state["w"]))(x)
+        updates, moments = tx.update(gradients.mean(0), state["moments"])
+        return {"moments": moments, "w": state["w"] + updates}
+
+    w = jnp.ones((8, 16))
+    graph, _ = build_graph(trace(step, {"moments": tx.init(w), "w": w}, jnp.ones((4, 32, 8))))
+    (parameter,) = graph.parameters
+    assert graph.in_paths[parameter.leaf] == "state.w" and len(parameter.state_leaves) == 2

@@ -70,7 +70,7 @@ class GradientSums:
     """The evaluator's part that deals with summands of gradients.
 
     Args:
-      bind, read: the evaluator's, which run an equation, and give the value of a literal.
+      bind, read: the evaluator's, which run an equation, and give the value of an operand.
     """
 
     def __init__(
@@ -122,16 +122,19 @@ class GradientSums:
         """Whether an equation adds summands, or lays out, casts or scales one that is a partial sum."""
         if eqn.key in self._of_addition:
             return True
-        return eqn.key in self._relayouts and isinstance(env.get(eqn.read[0]), Partial)
+        return eqn.key in self._relayouts and any(isinstance(env.get(a), Partial) for a in eqn.read)
 
     def run(self, eqn: FlatEqn, env: Env) -> list[Any]:
         """Such an equation."""
 
-        def of_blocks(*blocks: Any) -> Any:
-            given = dict(zip(eqn.read, blocks, strict=True))
-            return self.bind(eqn, [given[a] if isinstance(a, int) else self.read(a, env) for a in eqn.inputs], eqn.params)[0]
+        partial = {a: x for a in eqn.read if isinstance(x := env[a], Partial)}
 
-        out = elementwise(of_blocks, *(env[a] for a in eqn.read))
+        def of_blocks(*blocks: Any) -> Any:
+            given = dict(zip(partial, blocks, strict=True))
+            inputs = [given[a] if isinstance(a, int) and a in given else self.read(a, env) for a in eqn.inputs]
+            return self.bind(eqn, inputs, eqn.params)[0]
+
+        out = elementwise(of_blocks, *partial.values())
         one = self._of_addition.get(eqn.key)
         if one is None:
             return [self.summand(eqn.outputs[0], out)]

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Set
 
 from soapjax.graph.passes.phases import BACKWARD, Phases
-from soapjax.graph.passes.relayouts import ADDITIONS, is_relayout, is_scale
+from soapjax.graph.passes.relayouts import ADDITIONS, is_relayout, operand_of
 from soapjax.graph.trace.program import FlatEqn, Program
 from soapjax.graph.trace.values import Values
 
@@ -131,9 +131,11 @@ class _Walk:
             self.is_broken = True
             return
         between: list[FlatEqn] = []
-        own = self.context.phases.own_additions  # and what a step does with a gradient before it adds it
-        while (is_relayout(eqn, self.program) or (is_scale(eqn) and eqn.key in own)) and eqn.read:
-            before = self.values.of(eqn.read[0])
+        own = self.context.phases.own_additions  # what a step does with a gradient before it adds it
+        while is_relayout(eqn, self.program) or eqn.key in own:
+            if (operand := operand_of(eqn, self.program)) is None:
+                break
+            before = self.values.of(operand)
             maker = self.context.backward(before.root)
             if maker is None or before.shift or not self.context.uses.is_private(before.root, eqn):
                 break

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 
 from soapjax.graph.operators import BACKWARD, UPDATE
-from soapjax.graph.passes.relayouts import ADDITIONS, is_relayout, is_scale
+from soapjax.graph.passes.relayouts import ADDITIONS, operand_of
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
 from soapjax.graph.trace.values import Carry, Values
 
@@ -36,8 +36,12 @@ class _Sums:
             self._visit(eqn)
 
     def goes_on(self, carry: Carry) -> bool:
-        """Whether a loop begins with zeros, or with gradients, and ends every trip with a sum."""
-        return self._root(carry.result) in self.made and self._begins_a_sum(carry.init)
+        """Whether a loop begins with zeros, or with gradients, and ends every trip with a sum that nothing in it reads besides."""
+        root = self._root(carry.result)
+        if root not in self.made or root in self.values.stacked or not self._begins_a_sum(carry.init):
+            return False
+        inside = self.values.scope[self.values.producer[root].key]
+        return all(self.values.scope[e.key][: len(inside)] != inside for e in self.values.uses.readers(root))
 
     def _begins_a_sum(self, init: Atom) -> bool:
         root = self._root(init)
@@ -75,12 +79,9 @@ class _Sums:
         while (maker := self.values.producer.get(root)) is not None and self.values.uses.is_private(root, reader):
             if self.phase[maker.key] == BACKWARD:
                 return keys
-            is_inside = self.values.scope[maker.key] == self.values.scope[reader.key]
-            if not is_inside or not (is_relayout(maker, self.program) or is_scale(maker)) or not maker.read:
+            operand = operand_of(maker, self.program)
+            if operand is None or self.values.scope[maker.key] != self.values.scope[reader.key] or self.values.of(operand).shift:
                 return None
             keys.append(maker.key)
-            before = self.values.of(maker.read[0])
-            if before.shift:
-                return None
-            root, reader = before.root, maker
+            root, reader = self.values.of(operand).root, maker
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from soapjax.graph.trace.program import FlatEqn, Program
+from soapjax.graph.trace.program import Atom, FlatEqn, Program
 from soapjax.graph.trace.values import Values
 
 ADDITIONS = {"add_any", "add"}
@@ -16,9 +16,13 @@ def is_relayout(eqn: FlatEqn, program: Program) -> bool:
     return eqn.name in LAYOUT_ONLY
 
 
-def is_scale(eqn: FlatEqn) -> bool:
-    """Whether an equation multiplies its operand by a number, or divides it by one."""
-    return len(eqn.read) == 1 and (eqn.name == "mul" or (eqn.name == "div" and eqn.inputs[0] == eqn.read[0]))
+def operand_of(eqn: FlatEqn, program: Program) -> int | None:
+    """What an equation lays out anew, casts, or multiplies or divides by a number; None of one that does none of these."""
+    found: Atom | None = eqn.inputs[0] if is_relayout(eqn, program) else None
+    if eqn.name in ("mul", "div"):
+        first, second = (program.aval(a).shape for a in eqn.inputs)
+        found = eqn.inputs[0] if second == () else eqn.inputs[1] if first == () and eqn.name == "mul" else None
+    return found if isinstance(found, int) else None
 
 
 def behind_layouts(atom: int, values: Values) -> int:

@@ -52,7 +52,8 @@ def trained_state(
     def is_update(eqn: FlatEqn) -> bool:
         return phase[eqn.key] == UPDATE
 
-    for i, o in step.state_pairs.items():
+    # Parameters first: which sums are their gradients is known when moments are looked at.
+    for i, o in sorted(step.state_pairs.items(), key=lambda pair: program.inputs[pair[0]] not in read):
         out, shape = program.outputs[o], tuple(in_avals[i].shape)
         found, sums = _gradient_of(program, values, phase, inside, out, shape) if isinstance(out, int) else (None, [])
         sums = [root for root in sums if root in downstream]

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Set
 
 from soapjax.graph.passes.order import Unit, ordered, without_circles
 from soapjax.graph.passes.phases import FORWARD, UPDATE, Phases, is_recompute
-from soapjax.graph.passes.relayouts import ADDITIONS, LAYOUT_ONLY
+from soapjax.graph.passes.relayouts import ADDITIONS, LAYOUT_ONLY, operand_of
 from soapjax.graph.rules import linalg_rules
 from soapjax.graph.rules.heavy_rules import POOLS, SCATTERS
 from soapjax.graph.rules.light_rules import is_known
@@ -69,7 +69,7 @@ def find_units(
     def visit(p: Program, base: int) -> int:
         deepest = base
         for eqn in p.eqns:
-            d = max([base, *[depth.get(root, 0) for root in values.reads[eqn.key]]])
+            d = max([base, *[depth.get(root, 0) for root in _decisive(eqn, program, values, phases)]])
             if eqn.body is not None:
                 inner = visit(eqn.body, d + 1) + 1
                 for out in eqn.outputs:
@@ -107,6 +107,12 @@ def find_units(
     for unit in units:
         unit.eqns.sort(key=lambda e: values.order[e.key])
     return ordered(without_circles(units, values), values), updates
+
+
+def _decisive(eqn: FlatEqn, program: Program, values: Values, phases: Phases) -> tuple[int, ...]:
+    """The roots behind which an equation stands: all that it reads; where a step scales a gradient before it adds it, only that."""
+    own = operand_of(eqn, program) if eqn.key in phases.own_additions else None
+    return values.reads[eqn.key] if own is None else (values.of(own).root,)
 
 
 def _repeated(units: list[Unit], again: dict[int, FlatEqn], phases: Phases) -> list[Unit]:
@@ -197,7 +203,8 @@ def _regions(light, keys, depth, values: Values, generated, heavy_unit, program:
         inside = {o for e in eqns for o in e.outputs}
         read = {root for e in eqns for root in values.reads[e.key] if root not in inside and root not in generated}
         hosts = {heavy_unit[r] for r in read if r in heavy_unit}
-        is_one = len(hosts) == 1 and all(r in heavy_unit or r in inputs for r in read)
+        numbers = {r for e in eqns if e.key in own for r in values.reads[e.key] if program.avals[r].shape == ()}
+        is_one = len(hosts) == 1 and all(r in heavy_unit or r in inputs for r in read - numbers)
         host = hosts.pop() if is_one else None
         kinds = ("dot", "ragged_dot", "conv", "gather", "scatter")
         finishes = host is not None and (host.phase, host.scope) == (phase, scope) and host.kind in kinds

@@ -9,7 +9,7 @@ a loop (an extra leading dim), -1 where it is one trip's slice of the root.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
@@ -184,6 +184,9 @@ class Uses:
                 self._readers.setdefault(root, []).append(eqn)
         self._outputs = {values.of(o).root for o in program.outputs if isinstance(o, int)}
         self.carried = {values.of(c.result).root for c in values.carries.values() if isinstance(c.result, int)}
+
+    def readers(self, root: int) -> Sequence[FlatEqn]:
+        return self._readers.get(root, ())
 
     def is_private(self, root: int, reader: FlatEqn) -> bool:
         """Whether no equation but `reader` reads it, nor the program's caller; loops may carry it."""
