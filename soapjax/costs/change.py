@@ -101,9 +101,10 @@ def moved(
     def parameter(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         layout, state_bytes, on_stored = state
         record = row(own.records.parameter, first + j)
-        which, places, slots = record[0], [record[i] for i in range(3, 7)], [record[i] for i in range(8, 12)]
-        for place, to in zip(places, slots, strict=True):
-            layout = put(layout, jnp.where(to >= 0, to, layout.shape[0] - 1), lane(into.layout, place))
+        which, places, slots = record[0], record[3:7], record[8:12]
+        for i in range(4):
+            to = jnp.where(slots[i] >= 0, slots[i], layout.shape[0] - 1)  # a place that nobody reads
+            layout = put(layout, to, lane(into.layout, places[i]))
         return layout, put(state_bytes, which, lane(into.state_bytes, j)), put(on_stored, which, lane(into.on_stored, j))
 
     first, count = counted(1)

@@ -19,13 +19,6 @@ class MemoryOrder(NamedTuple):
     at_least: np.ndarray  # int32 [T]: until when also where its last readers share a copy in another layout: `until`, or earlier
 
 
-class Held(NamedTuple):
-    """What loops do to the order."""
-
-    order: MemoryOrder
-    handed_on: np.ndarray  # int32 [E]: from which task on a later reader of the same copy holds it
-
-
 def least_until(order: MemoryOrder, edge_tensor: np.ndarray, computed_until: np.ndarray, is_kept: np.ndarray) -> MemoryOrder:
     """Says how early tensors are free whose readers have a copy: where nothing but these reshards keeps them.
 
@@ -40,7 +33,7 @@ def least_until(order: MemoryOrder, edge_tensor: np.ndarray, computed_until: np.
 
 def through_loops(
     graph: OperatorGraph, order: MemoryOrder, edge_tensor: np.ndarray, edge_task: np.ndarray, edge_trips: np.ndarray
-) -> Held:  # fmt: skip
+) -> tuple[MemoryOrder, np.ndarray]:  # fmt: skip
     """What crosses the border of a loop is there as long as the loop runs.
 
     A loop holds what it reads of outside until its last trip ends, in the layout in which it reads it, and has a place for what it
@@ -48,11 +41,13 @@ def through_loops(
 
     Args:
       edge_task: who reads a reshard, K for the step's end; `edge_trips`: 1 where it is made before the loop of its reader.
+
+    Returns: the order, and int32 [E], from which task on a later reader of the same copy holds it.
     """
     loops = [tuple(task.scope.split("/")) if task.scope else () for task in graph.tasks]
     handed_on = edge_task + 1
     if not any(loops):
-        return Held(order, handed_on)
+        return order, handed_on
     spans: dict[tuple[str, ...], tuple[int, int]] = {}  # loop -> its first and its last task
     for k, scope in enumerate(loops):
         for n in range(1, len(scope) + 1):
@@ -79,4 +74,4 @@ def through_loops(
         if trips == 1 and k < len(loops) and (loop := entered(loops[k], made_in.get(i, ()))):
             made_at[e], read_at[e] = min(made_at[e], loop[0]), max(read_at[e], loop[1])
             handed_on[e] = read_at[e] + 1
-    return Held(order._replace(since=since, until=until, read_at=read_at, made_at=made_at), handed_on)
+    return order._replace(since=since, until=until, read_at=read_at, made_at=made_at), handed_on

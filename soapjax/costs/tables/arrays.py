@@ -38,7 +38,8 @@ class Records(NamedTuple):
 
     slot: Array  # int32 [n, W + 4]: op dims (bits) of each column; slot to copy (NONE), place, task, operator
     slot_float: Array  # float32 [n, 2]: bytes, seconds on one device
-    parameter: Array  # int32 [n, 8]: parameter, places of `CostTables.parameter_slots`, operator
+    # int32 [n, 8]: parameter, places of `CostTables.parameter_slots`, operator; of one operator's [n, 12]: and its own slots
+    parameter: Array
     task: Array  # int32 [n, 3]: task, its parameter's place in the list (NONE), operator
     row: Array  # int32 [n, 6]: row, places as made, as first read, as summed in common, as wanted or left; operator of a sum
 

@@ -14,7 +14,7 @@ from soapjax.graph.trace.program import Atom, FlatEqn, Program
 from soapjax.graph.trace.values import Carry, Values
 
 
-def own_accumulation(program: Program, values: Values, phase: Mapping[str, int]) -> frozenset[str]:
+def own_additions(program: Program, values: Values, phase: Mapping[str, int]) -> frozenset[str]:
     """Keys of the equations that add up gradients, and of those that cast one, scale it or lay it out anew before it is added."""
     carries = {a: c for a, c in values.carries.items() if program.avals[a].shape}
     while True:

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from soapjax.graph.operators import BACKWARD, FORWARD, UPDATE
 from soapjax.graph.passes.forward_gradients import read_by_forward, updated_by
-from soapjax.graph.passes.own_accumulation import own_accumulation
+from soapjax.graph.passes.own_accumulation import own_additions
 from soapjax.graph.passes.trained import TracedParameter, trained_state
 from soapjax.graph.trace.program import FlatEqn
 from soapjax.graph.trace.tracing import TracedStep, leaf_paths
@@ -156,8 +156,8 @@ def find_phases(step: TracedStep, values: Values) -> Phases:
                 read_before.update(values.sources(eqn))
     phase.update(dict.fromkeys(waits, UPDATE))
     phase.update(dict.fromkeys(_before_loops(step, values, phase), FORWARD))
-    own_additions = own_accumulation(program, values, phase)
-    phase.update(dict.fromkeys(own_additions, BACKWARD))
+    own = own_additions(program, values, phase)
+    phase.update(dict.fromkeys(own, BACKWARD))
     parameters, followers = trained_state(step, values, phase, downstream)
     late = _first_late(leaves, values, phase)
     if late is not None:
@@ -166,8 +166,8 @@ def find_phases(step: TracedStep, values: Values) -> Phases:
         others, other_followers = trained_state(step, values, other, downstream)
         is_alike = [(p.leaf, p.gradient) for p in others] == [(p.leaf, p.gradient) for p in parameters]
         if is_alike and not updated_by(step, values, {k for k, p in other.items() if p == UPDATE}, earlier):
-            return Phases(other, others, other_followers, own_additions, _first_late(leaves, values, other))
-    return Phases(phase, parameters, followers, own_additions, late)
+            return Phases(other, others, other_followers, own, _first_late(leaves, values, other))
+    return Phases(phase, parameters, followers, own, late)
 
 
 @functools.cache
