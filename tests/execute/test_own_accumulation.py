@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import family
 from planned import Case
 
 from soapjax.execute.compiled.inspection import inspect
@@ -94,30 +95,37 @@ def planned(made, **storage):
 
 
 WAYS = [in_a_scan, first_part_before_the_loop, one_after_another, weighted, as_float32]
-every_way = pytest.mark.parametrize("gradients", WAYS)
+STORAGES = {
+    "whole": {"axes": False}, "kept": {"axes": True, "regathers": False, "scatters": False}, "regathered": {"regathers": True},
+    "gradients sharded": {"scatters": True},
+}  # fmt: skip
+OFTEN = [(in_a_scan, "whole"), (weighted, "kept"), (in_a_scan, "regathered"), (one_after_another, "gradients sharded")]
 
 
-@every_way
-@pytest.mark.parametrize("storage", [{"axes": False}, {"axes": True, "regathers": False, "scatters": False}], ids=["whole", "kept"])
+def every(ways, *storages):
+    pairs = [(way, storage) for way in ways for storage in storages]
+    return pytest.mark.parametrize("gradients, storage", family(pairs, slow=[p for p in pairs if p not in OFTEN]))
+
+
+@every(WAYS, "whole", "kept")
 def test_gradients_are_summed_over_the_devices_once(gradients, storage):
     made = case(gradients)
-    strategy, plan = planned(made, **storage)
+    strategy, plan = planned(made, **STORAGES[storage])
     whole = sum(x.nbytes for x in jax.tree.leaves(made.args[0]))
     sent = bytes_by_kind(made, plan)
-    if storage["axes"]:
+    if storage == "kept":
         assert sent["reduce-scatter"] == pytest.approx(7 / 8 * whole, rel=0.02)
     else:
         assert sent["all-reduce"] == pytest.approx(2 * 7 / 8 * whole, rel=0.02)
     made.check(strategy)
 
 
-@pytest.mark.parametrize("gradients", [in_a_scan, first_part_before_the_loop, one_after_another])
-@pytest.mark.parametrize("storage", [{"regathers": True}, {"scatters": True}], ids=["regathered", "gradients sharded"])
+@every(WAYS[:-1], "regathered", "gradients sharded")  # the last casts parameters before the loop: another operator owns them
 def test_gradients_are_scattered_part_by_part(gradients, storage):
     """No device then holds a whole sum; of parameters that a loop reads the loop holds one copy for both passes."""
     made = case(gradients)
-    strategy, plan = planned(made, **storage)
-    kept = planned(made, axes=True, regathers=False, scatters=False)[1]
+    strategy, plan = planned(made, **STORAGES[storage])
+    kept = planned(made, **STORAGES["kept"])[1]
     whole = sum(x.nbytes for x in jax.tree.leaves(made.args[0]))
     sent = bytes_by_kind(made, plan)
     assert sent["reduce-scatter"] == pytest.approx(PARTS * 7 / 8 * whole, rel=0.02)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import family
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from problems import PROBLEMS, graph_of, topology_of
@@ -31,7 +32,7 @@ FLOAT32_ERROR = 1e-5  # the contract; 9e-7 was the largest seen
 PINNED = (("mlp", "2x4"), ("lm_scan", "cpu8"))
 UNPINNED = [p for p in PROBLEMS if p[0] in ("mlp_of_sixes", "lm", "lm_scan", "lenet", "resnet", "casts", "adding_up")]
 CASES = [(*p, False) for p in UNPINNED] + [(*p, True) for p in PINNED]
-every_case = pytest.mark.parametrize("model, topology, pins", CASES)
+every_case = pytest.mark.parametrize("model, topology, pins", family(CASES, slow=[("adding_up", "2x4", False)]))
 
 
 class Judge:
