@@ -143,8 +143,8 @@ class _Builder:
         names = operator_names([self.units[members[0]] for members, _ in operators], self.values, self.phases)
         parameters, update_tasks = self._parameters(tasks)
         tasks = self._ordered([*tasks, *update_tasks])
-        entries = self._entries()
         accumulations = self._accumulations(tasks, parameters)
+        entries = self._entries({a for found in accumulations for a in self.sums[found.parameter].starts})
         joint_sums = self._joint_sums(tasks)
         self._mark_outputs()
         self._mark_summands(accumulations)
@@ -302,8 +302,9 @@ class _Builder:
                 summands, running = (tuple(self.tensors.of_root[r] for r in roots) for roots in (chain.summands, chain.running))
                 own = [t for t in summands if writer[t] == parameters[p].owner]
                 carried = any(self.values.tensor(a).root == chain.total for a in chain.starts)
-                # What the owner's config alone decides: its storage, and how its summand is laid out.
-                follows = bool(own) and not chain.additions.isdisjoint(self.phases.own_additions)
+                follows = not chain.additions.isdisjoint(self.phases.own_additions)
+                if follows and not own:
+                    continue  # its layout is for the owner's config to decide, by its storage and by how it lays out its summand
                 total, layout_of = self.tensors.of_root[chain.total], (own or summands)[-1]
                 found.append(Accumulation(p, summands, running, total, carried, layout_of, follows))
         return found
@@ -315,9 +316,9 @@ class _Builder:
         self.joint_sums = [one for one in found if len(one.summands) > 1]
         return [JointSum(tuple(self.tensors.of_root[s] for s in one.summands)) for one in self.joint_sums]
 
-    def _entries(self) -> list[LoopEntry]:
+    def _entries(self, sums: set[int]) -> list[LoopEntry]:
+        """Of what loops carry, but for the arguments of running `sums` of gradients."""
         entries = []
-        sums = {a for chain in self.sums.values() for a in chain.starts}
         for carry in self.values.carries.values():
             if carry.argument in sums:  # starts from zeros, or in the layout of the sum before
                 continue
