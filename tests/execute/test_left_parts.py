@@ -76,3 +76,14 @@ def test_what_is_not_kept_is_gathered_one_operator_ahead(found, how):
         assert len(tied) == 2 * (len(weights) - 1) - (name != "mlp")  # of two operators whose casts are apart, one
     else:
         assert len(tied) > (0 if name == "lm of a loop" else len(weights))
+
+
+def test_nothing_waits_for_constants(found):
+    """As the zeros are, as large as the logits, that the gradient of picking the labels' scores is scattered into."""
+    _, c = found
+    program = bind_plan(c.step, c.plan(stored(c, data_parallel(c.space), 2)), devices=jax.devices()[:8])
+    made = jax.make_jaxpr(lambda *x: program.evaluator().run(list(x))[0])(*c.leaves)
+    makers = {o: e for e in made.eqns for o in e.outvars}
+    waits = [makers.get(x) for e in made.eqns if e.primitive.name == "optimization_barrier" for x in e.invars]
+    assert waits and any(e.primitive.name.startswith("scatter") for e in made.eqns)
+    assert all(any(not hasattr(a, "val") for a in e.invars) for e in waits if e is not None)

@@ -296,9 +296,14 @@ class PlannedEvaluator(ProgramEvaluator):
         return cache[key]
 
     def _note_read(self, eqn: FlatEqn, env: Env) -> None:
-        """Keeps what this heavy equation and the one before it read beside parameters: activations, gradients."""
-        read = [a for a in eqn.read if isinstance(env.get(a), jax.Array)]
-        read = [a for a in read if self.binding.tensor_of.get(self.values.of(a).root) not in self._parameters]
+        """Keeps what this heavy equation and the one before it read beside parameters: activations, gradients.
+
+        Not what is made of constants alone, as the zeros that a gradient is scattered into: where something waits for them XLA may
+        make them whole.
+        """
+        roots = {a: self.values.of(a).root for a in eqn.read if isinstance(env.get(a), jax.Array)}
+        of_tensor, generated = self.binding.tensor_of, self.binding.generated
+        read = [a for a, root in roots.items() if of_tensor.get(root) not in self._parameters and root not in generated]
         last, _ = env.get("read", (None, None))
         if read and read[0] != last:
             env["read"] = read[0], last

@@ -62,6 +62,7 @@ class Binding:
     partial_of: dict[str, int]  # key of an equation whose result is partial up to the task's result -> the latter's root
     local_dims: Callable[[Task, FlatEqn], EqnDims]  # (task, equation of it) -> as `dims_of`, in their own shapes
     given: frozenset[int]  # inputs that are neither state nor data (samples.py)
+    generated: frozenset[int]  # values that every device makes of constants
 
 
 _BUILT: weakref.WeakKeyDictionary[TracedStep, tuple[OperatorGraph, Binding]] = weakref.WeakKeyDictionary()
@@ -89,6 +90,7 @@ def _built(step: TracedStep) -> tuple[OperatorGraph, Binding]:
     return graph, Binding(
         values=b.values, task_of=task_of, tensor_of=b.tensors.of_root, phases=b.phases, sums=b.sums, joint_sums=b.joint_sums,
         dims_of=made.dims_of, partial_of=made.partial_of, local_dims=made.local_dims, given=frozenset(b.given),
+        generated=frozenset(b.generated),
     )  # fmt: skip
 
 
