@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import pytest
 from command_line import call, plan_text
 from patterns import PATTERNS
+from problems import graph_of as graph_of_model
 
 from soapjax import Plan
 from soapjax.errors import SoapjaxError
 from soapjax.graph.figures import figures_of, figures_text, graph_of
+from soapjax.graph.operators import Access, Task
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import trace
 from soapjax.helpers.canonical_json import sha256_of
@@ -54,6 +56,18 @@ def test_a_loop_of_no_trips_is_none(unroll):
     graph, _ = build_graph(trace(step, jnp.ones((8, 8)), jnp.ones((16, 8)), unroll=unroll))
     assert graph_of(figures_of(graph)).fingerprint() == graph.fingerprint()
     assert not any(task.scope for task in graph.tasks)
+
+
+def test_a_loop_over_layers_reads_slices_of_older_files_too():
+    """Which do not say of how many slices a loop reads one."""
+    found = figures_of(graph := graph_of_model("lm_scan"))
+    reads, writes = Task._fields.index("reads"), Task._fields.index("writes")
+    for row in found["tasks"]:
+        for accesses in (row[reads], row[writes]):
+            accesses[:] = [access[: Access._fields.index("slices")] for access in accesses]
+    read = graph_of(found)
+    assert {a.slices for t in graph.tasks for a in t.reads} == {1, 2}
+    assert [t.reads for t in read.tasks] == [t.reads for t in graph.tasks] and read.fingerprint() == graph.fingerprint()
 
 
 def without_keys(task):
