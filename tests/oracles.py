@@ -39,6 +39,7 @@ class Reshard:
     trips: int
     scope: str | None  # None where it is never shared
     dtype: str  # as which it is sent
+    made: int = -1  # the first task at which it holds a copy of its own
     held_until: int = -1  # the last task at which it holds its copy
 
 
@@ -531,8 +532,12 @@ class _Oracle:
                 loop = self.loop_entered(c.scope, self.scope_of(c.tensor))
                 made, here = min([made, *loop]), max([here, *loop])
                 c.held_until = max([c.task, *loop])
+            c.made = min(made, here)
             if c.target != home:
-                since = min(before[-1].held_until + 1, here + 1) if before else made  # after the last reader before
+                since = made
+                if before:  # after the last reader before, unless that one has it until then
+                    has_it = before[-1].made <= here <= before[-1].held_until
+                    since = here + 1 if has_it else min(before[-1].held_until + 1, here)
                 for k in range(since, here + 1):
                     live[k] += c.size / self.shards(c.target)
             is_sent = any(h != t and h != REPLICATED for h, t in zip(home, c.target, strict=True))

@@ -44,6 +44,7 @@ class Layouts(NamedTuple):
     resolved: Array  # int8 [T, A]: what its resolution costs the way to
     is_shared: Array  # bool [E]: the reshard was made before for another reader
     shared_since: Array  # int32 [E]: from when on it holds that copy after its last reader, 0 where it is not shared
+    shared_with: Array  # int32 [E]: that last reader, -1
 
 
 class Parts(NamedTuple):
@@ -183,7 +184,7 @@ class Evaluator:
             return figure_of_rows(each, name, lane)[:count]
 
         home, raw, resolved = (self._layouts(of_rows(name, num_t)) for name in ("home", "raw", "resolved"))
-        found = Layouts(self._layouts(of_slots), home, raw, resolved, since > 0, since)
+        found = Layouts(self._layouts(of_slots), home, raw, resolved, since > 0, since, previous)
         parts = Parts(
             reshard_s=self._seconds(of_rows("full_s"))[1], held_bytes=of_rows("held", num_t), copy_bytes=of_rows("copy", num_e),
             transient_bytes=of_rows("transient", num_t), waiting_bytes=of_rows("waiting", num_t),
@@ -302,7 +303,10 @@ def lifespans(tables: CostTables, found: Layouts, sent: Array) -> Lifespans:
     np.maximum.at(last, tables.edge_tensor, needed)
     until = np.clip(last, at_least, death)
     task = np.minimum(read_at, tables.num_tasks - 1)
-    copy_since = np.where(found.is_shared, np.minimum(found.shared_since, task + 1), np.minimum(made_at, task))
+    made = np.minimum(made_at, task)
+    is_held = (found.shared_since > task) & (made[found.shared_with] <= task)  # as in peak_memory.py
+    shared_since = np.where(is_held, task + 1, np.minimum(found.shared_since, task))
+    copy_since = np.where(found.is_shared, shared_since, made)
     return Lifespans(alive, birth[alive], np.where(tables.working.waits, birth, until)[alive], copy_since, task)
 
 

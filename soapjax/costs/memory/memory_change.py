@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from soapjax.costs.memory.peak_memory import Lives, needed_until, no_steps, steps_of, stored_bytes, waited
+from soapjax.costs.memory.peak_memory import Lives, held_since, needed_until, no_steps, steps_of, stored_bytes, waited
 from soapjax.costs.rules.base import Base, Change, span
 from soapjax.costs.rules.copies import Readers
 from soapjax.costs.rules.sets import only_if
@@ -37,7 +37,7 @@ class Alive(NamedTuple):
 def begin_of(p: CostArrays, base: Base, e: Array) -> Array:
     """int32 []: the first task of its copy: behind the last reader before it of the same one, or where it is made."""
     before, last, made = row(base.previous, e), row(p.edge_life, e)[0], row(p.edge_life, e)[1]
-    return jnp.where(before >= 0, jnp.minimum(row(p.edge_life, jnp.maximum(before, 0))[2], last + 1), made)
+    return jnp.where(before >= 0, held_since(p, jnp.maximum(before, 0), last), made)
 
 
 def alive_of(p: CostArrays, base: Base) -> Alive:
@@ -226,9 +226,9 @@ class _Steps:
 
         def begins(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             d, left, diff = state
-            task = row(p.edge_life, row(p.members, d))[2]
-            here = left & (since == task)
-            return d - 1, left & ~here, added(diff, jnp.minimum(task, last + 1), only_if(here, bytes_))
+            y = row(p.members, d)
+            here = left & (since == row(p.edge_life, y)[2])
+            return d - 1, left & ~here, added(diff, held_since(p, y, last), only_if(here, bytes_))
 
         places = begin_of(p, base, e), last + 1, made
         values = (-base_bytes, base_bytes - bytes_, only_if(since == 0, bytes_))

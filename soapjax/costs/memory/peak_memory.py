@@ -44,6 +44,13 @@ def needed_until(p: CostArrays, e: Array, is_sent: Array, is_shared: Array) -> A
     return jnp.where(is_sent, jnp.where(is_shared, -1, life[5]), life[4])
 
 
+def held_since(p: CostArrays, y: Array, last: Array) -> Array:
+    """From which task on a reader that needs a copy until `last` holds it, where reader `y` had it last before: behind `last` where
+    `y` has it until then. (A reader may run before one that stands before it: memory_order.py.)"""
+    life = row(p.edge_life, y)
+    return jnp.where((life[2] > last) & (life[1] <= last), last + 1, jnp.minimum(life[2], last))
+
+
 class Steps(NamedTuple):
     """By how much what is held changes at the beginning of each task, [K + 2, G, Q]."""
 
@@ -100,7 +107,7 @@ def steps_of(p: CostArrays, of: Lives, begun: Steps) -> Steps:
             c, left, alive = state
             y = row(p.members, c)
             begins = left & (previous == y)
-            return c - 1, left & ~begins, added(alive, jnp.minimum(row(p.edge_life, y)[2], last + 1), only_if(begins, bytes_))
+            return c - 1, left & ~begins, added(alive, held_since(p, y, last), only_if(begins, bytes_))
 
         start: tuple[Array, Array, Array] = place - 1, previous >= 0, alive
         return lax.while_loop(lambda x: (x[0] >= first) & x[1].any(), earlier, start)[2]
