@@ -43,8 +43,7 @@ class Layouts(NamedTuple):
     raw: Array  # int8 [T, A]: as its producer makes it, PARTIAL included
     resolved: Array  # int8 [T, A]: what its resolution costs the way to
     is_shared: Array  # bool [E]: the reshard was made before for another reader
-    shared_since: Array  # int32 [E]: from when on it holds that copy after its last reader, 0 where it is not shared
-    shared_with: Array  # int32 [E]: that last reader, -1
+    shared_with: Array  # int32 [E]: the last reader of that copy, -1 where it is not shared
 
 
 class Parts(NamedTuple):
@@ -177,14 +176,13 @@ class Evaluator:
         t, each = self.tables, of.per_record
         num_t, num_e, num_p = len(t.tensor_bytes), len(t.edge_task), len(t.parameter_op)
         previous = _own(each.previous, lane, num_e)
-        since = np.where(previous >= 0, t.edge_handed_on[previous], 0)
         of_slots = _own(each.layout, lane, t.replicated_slot + 1)
 
         def of_rows(name: str, count: int | None = None) -> Array:
             return figure_of_rows(each, name, lane)[:count]
 
         home, raw, resolved = (self._layouts(of_rows(name, num_t)) for name in ("home", "raw", "resolved"))
-        found = Layouts(self._layouts(of_slots), home, raw, resolved, since > 0, since, previous)
+        found = Layouts(self._layouts(of_slots), home, raw, resolved, previous >= 0, previous)
         parts = Parts(
             reshard_s=self._seconds(of_rows("full_s"))[1], held_bytes=of_rows("held", num_t), copy_bytes=of_rows("copy", num_e),
             transient_bytes=of_rows("transient", num_t), waiting_bytes=of_rows("waiting", num_t),
@@ -298,15 +296,14 @@ def lifespans(tables: CostTables, found: Layouts, sent: Array) -> Lifespans:
     """Of tensors and copies under a strategy."""
     birth, death, read_at, made_at, at_least = tables.order
     alive = np.flatnonzero(death >= 0)
-    needed = np.where(sent, np.where(found.shared_since > 0, -1, made_at), read_at)
+    needed = np.where(sent, np.where(found.shared_with >= 0, -1, made_at), read_at)
     last = np.full(len(death), -1, np.int32)
     np.maximum.at(last, tables.edge_tensor, needed)
     until = np.clip(last, at_least, death)
     task = np.minimum(read_at, tables.num_tasks - 1)
-    made = np.minimum(made_at, task)
-    is_held = (found.shared_since > task) & (made[found.shared_with] <= task)  # as in peak_memory.py
-    shared_since = np.where(is_held, task + 1, np.minimum(found.shared_since, task))
-    copy_since = np.where(found.is_shared, shared_since, made)
+    made, handed_on = np.minimum(made_at, task), tables.edge_handed_on[found.shared_with]
+    has_it = (handed_on > task) & (made[found.shared_with] <= task)  # as `held_since` in peak_memory.py
+    copy_since = np.where(found.is_shared, np.where(has_it, task + 1, np.minimum(handed_on, task)), made)
     return Lifespans(alive, birth[alive], np.where(tables.working.waits, birth, until)[alive], copy_since, task)
 
 

@@ -126,7 +126,6 @@ class GradientSums:
 
     def run(self, eqn: FlatEqn, env: Env) -> list[Any]:
         """Such an equation."""
-
         partial = {a: x for a in eqn.read if isinstance(x := env[a], Partial)}
 
         def of_blocks(*blocks: Any) -> Any:

@@ -252,7 +252,8 @@ def _figures(fabric: Fabric, strategy: Strategy) -> Figures:
     tables, schedule = fabric.tables, fabric.schedule
     costs = fabric.evaluator.alone(strategy.axes, strategy.storage)
     durations, parts, found = costs.durations, costs.parts, costs.layouts
-    copy_since = np.where(found.is_shared, found.shared_since, np.minimum(tables.edge_task, tables.num_tasks - 1))
+    own_since = np.minimum(tables.edge_task, tables.num_tasks - 1)
+    copy_since = np.where(found.is_shared, tables.edge_handed_on[found.shared_with], own_since)
     if fabric.has_passes:
         again = _resharded_again(tables, found)
         durations = durations._replace(reshard_s=np.where(again[:, None], parts.reshard_s, durations.reshard_s))
